@@ -19,6 +19,7 @@ from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.kernels.value_norms import output_roots
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation, Spans
 from vllm_kvcompress.scheduling.rule import CompressionRule
@@ -71,7 +72,7 @@ def make_weights(device: torch.device, dtype: torch.dtype = torch.float32) -> li
         weights.append(
             LayerWeights(
                 output_weight=upload(weight.to(dtype), device),
-                output_gram=upload(wide @ wide.mT, device),
+                output_root=upload(output_roots(wide).to(dtype), device),
                 rotary=rotary,
             )
         )

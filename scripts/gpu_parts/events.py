@@ -15,7 +15,7 @@ from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.compaction import compact_pages
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
-from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
+from vllm_kvcompress.kernels.value_norms import output_roots, value_norms_l1, value_norms_l2
 from vllm_kvcompress.kernels.window_mass import window_mass
 
 Row = dict[str, Any]
@@ -118,8 +118,7 @@ def _parts(num_tokens: int, block_size: int) -> dict[str, Callable[[], Any]]:
     stored = torch.randn(shapes.HIDDEN_SIZE, heads * group * dims, device="cuda")
     stored = (stored / shapes.HIDDEN_SIZE**0.5).to(shapes.DTYPE)
     weight = stored.view(-1, heads, group, dims).permute(1, 3, 2, 0)
-    by_head = weight.float().permute(0, 2, 1, 3).flatten(0, 1)
-    gram = (by_head @ by_head.transpose(1, 2)).unflatten(0, (heads, group)).contiguous()
+    root = output_roots(weight.permute(0, 2, 1, 3))
     wanted = entries.valid()
 
     def view() -> PagedKV:
@@ -129,7 +128,7 @@ def _parts(num_tokens: int, block_size: int) -> dict[str, Callable[[], Any]]:
     return {
         "window_mass": lambda: window_mass(view(), queries, shapes.SCALE),
         "value_norms_l1": lambda: value_norms_l1(view(), weight, wanted),
-        "value_norms_l2": lambda: value_norms_l2(view(), gram),
+        "value_norms_l2": lambda: value_norms_l2(view(), root),
         "keydiff": lambda: keydiff_scores(view(), "mean_normalized"),
         "compaction": lambda: compact_pages(entries, *compact),
     }

@@ -24,6 +24,7 @@ from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.rotary import Rotary
+from vllm_kvcompress.kernels.value_norms import output_roots
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.registry import policies
 from vllm_kvcompress.policies.triattention import write_statistics
@@ -141,10 +142,10 @@ class Cache:
             return torch.randn(*shape, device=self.device) / model.hidden_size**0.5
 
         weight = drawn(model.hidden_size, model.num_heads, model.group, dims).to(model.dtype)
-        by_head = weight.permute(1, 2, 3, 0).flatten(0, 1).float()
+        by_head = weight.permute(1, 2, 3, 0).flatten(0, 1)
         return LayerWeights(
             output_weight=weight.permute(1, 3, 2, 0),
-            output_gram=(by_head @ by_head.transpose(1, 2)).contiguous(),
+            output_root=output_roots(by_head),
             rotary=Rotary(drawn(dims // 2).abs()),
         )
 

@@ -38,7 +38,7 @@ def counted(report: dict[str, Any]) -> None:
         if ours is None or ours.work.events or not ours.work.compressed:
             return None
         queries = "" if metadata.max_query_len == 1 else "chunk"
-        return queries + ("alone" if ours.uncompressed is None else "mixed")
+        return queries + ("mixed" if ours.uncompressed else "alone")
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = kind_of(args[5])

@@ -11,8 +11,23 @@ from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
 POLICIES = ("adakv+criticalkv", "h2o")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
+REPEATING = {"model": "tests.engine.test_speculation.Repeating", "num_speculative_tokens": 3}
 NOTED = "tests.engine.test_speculation:note_drafts"
 CHECKED = {"KVCOMPRESS_CHECK": "1"}
+
+
+class Repeating:
+    """A proposer of a user's own, without layers: guesses that the last token comes again."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._number = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, model: Any) -> None:
+        """Loads nothing; vLLM's runner for CPUs calls it."""
+
+    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """Returns as many guesses for each request that has a new token."""
+        return [tokens[-1:] * self._number for tokens in sampled]
 
 
 def note_drafts(report: dict[str, Any]) -> None:
@@ -57,15 +72,16 @@ def test_outputs_with_drafts_are_those_without(llama: str, run_engine: Run) -> N
     """Events at the same positions, of the same tokens; every token that follows is the same."""
     given = {"settings": settings("chunk:128,decode:20"), "probes": [NOTED], "environment": CHECKED}
     plain = run_engine(llama, [requests()], **given)
-    report = run_engine(llama, [requests()], speculative_config=NGRAM, **given)
-    drafted, accepted = report["drafts"]
-    assert 0 < accepted < drafted
-    assert sorted(report["positions"]) == sorted(plain["positions"])
-    ends = {position for name, position in report["positions"] if name.endswith("-700")}
+    ends = {position for name, position in plain["positions"] if name.endswith("-700")}
     assert 700 in ends
     assert min(ends) < 700 < max(ends)
-    for name, expected in plain["outputs"].items():
-        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+    for drafts in (NGRAM, REPEATING):
+        report = run_engine(llama, [requests()], speculative_config=drafts, **given)
+        drafted, accepted = report["drafts"]
+        assert 0 < accepted < drafted
+        assert sorted(report["positions"]) == sorted(plain["positions"])
+        for name, expected in plain["outputs"].items():
+            assert report["outputs"][name]["tokens"] == expected["tokens"], name
 
 
 def test_budget_one_is_stock_vllm(llama: str, run_engine: Run) -> None:

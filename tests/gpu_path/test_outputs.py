@@ -44,14 +44,14 @@ def test_uncompressed_requests_have_the_outputs_of_stock_vllm(
     """With budget 1.0, and with short requests beside compressed ones."""
     phases = mixed_batch()
     if budget < 1:
-        phases = [
-            [request("short", prompt(60, seed=2), 24), request("long", prompt(1100, seed=1), 24)]
-        ]
+        short, compressed = prompt(60, seed=2), prompt(1100, seed=1)
+        behind = request("behind", prompt(50, seed=3), 12, at_step=9)  # a run of its own
+        phases = [[request("short", short, 24), request("long", compressed, 24), behind]]
     settings = {"policy": "adakv+criticalkv", "budget": budget}
     stock = run_gpu_path(llama, phases, **how)
     report = run_gpu_path(llama, phases, settings=settings, **how)
     assert bool(report["events"]) == (budget < 1)
-    for name in ["short"] if budget < 1 else stock["outputs"]:
+    for name in ["short", "behind"] if budget < 1 else stock["outputs"]:
         expected, output = stock["outputs"][name], report["outputs"][name]
         assert output["tokens"] == expected["tokens"], name
         assert output["cached"] == expected["cached"], name

@@ -109,8 +109,8 @@ def launches(
     yield launch("window_mass_triton.window_mass", 2, tailed, window, 0.1, weights)
     output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
     yield launch("value_norms_triton.value_norms_l1", 1, view, output_weight, kept)
-    gram = random(2, GROUP, head_size, head_size)
-    yield launch("value_norms_triton.value_norms_l2", 1, view, gram)
+    root = random(2, GROUP, head_size, head_size, dtype=dtype)
+    yield launch("value_norms_triton.value_norms_l2", 1, view, root)
 
     state = torch.zeros(2, packed_size(head_size))
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)

@@ -163,7 +163,9 @@ def test_scores(compiler: Child) -> None:
     kernels = check(compiler, launcher, 1, PagedKV.of(entries), weight, entries.valid())
     assert "wgmma" in kernels["_l1_kernel"].ptx
     launcher = "value_norms_triton.value_norms_l2"
-    check(compiler, launcher, 1, PagedKV.of(entries), random(2, 4, 128, 128))
+    root = random(2, 4, 128, 128, dtype=BF16)
+    kernels = check(compiler, launcher, 1, PagedKV.of(entries), root)
+    assert "wgmma" in kernels["_l2_kernel"].ptx
 
 
 def test_largest_fp32_tiles_fit(compiler: Child) -> None:
@@ -171,6 +173,7 @@ def test_largest_fp32_tiles_fit(compiler: Child) -> None:
     view = PagedKV.of(make_entries([70, 3], 16, 128))
     weight = random(2, 128, 4, 256)
     check(compiler, "value_norms_triton.value_norms_l1", 1, view, weight, view.valid)
+    check(compiler, "value_norms_triton.value_norms_l2", 1, view, random(2, 4, 128, 128))
     check(compiler, "merging.nearest_keys_triton.nearest_keys", 2, view, view.valid)
 
 

@@ -38,7 +38,7 @@ def arguments_of(name: str, entries: PagedEntries) -> tuple[Any, ...]:
         "prefill_attention": (entries, random(3, 4, 5, 64, dtype=dtype), 0.1, added),
         "window_mass": (PagedKV.of(entries, 2), random(4, 12, 64, dtype=dtype), 0.1, bias),
         "value_norms_l1": (view, random(3, 64, 2, 32, dtype=dtype), wanted),
-        "value_norms_l2": (view, random(3, 2, 64, 64)),
+        "value_norms_l2": (view, random(3, 2, 64, 64, dtype=dtype)),
         "nearest_keys": (
             view,
             random(*wanted.shape) > 0.5,

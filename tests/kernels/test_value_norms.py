@@ -13,7 +13,7 @@ from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.dispatch import twin
-from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
+from vllm_kvcompress.kernels.value_norms import output_roots, value_norms_l1, value_norms_l2
 
 L1 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l1"
 
@@ -24,10 +24,9 @@ def o_proj(num_heads: int, head_size: int, group: int, width: int, dtype: torch.
     return weight.view(width, num_heads, group, head_size).permute(1, 3, 2, 0)
 
 
-def gram_of(weight: Tensor) -> Tensor:
-    """[H, G, D, D] fp32 W W^T."""
-    by_head = weight.float().permute(0, 2, 1, 3)
-    return (by_head @ by_head.mT).contiguous()
+def roots_of(weight: Tensor) -> Tensor:
+    """[H, G, D, D] L with L L^T = W W^T."""
+    return output_roots(weight.permute(0, 2, 1, 3))
 
 
 def test_twins_are_the_oracle() -> None:
@@ -38,7 +37,7 @@ def test_twins_are_the_oracle() -> None:
     norms = value_norms_l1(PagedKV.of(entries), weight, wanted)
     assert_close(norms, expected.masked_fill(~wanted, 0), torch.float32)
     expected = torch.tensor(oracles.value_norms(entries, weight, 2))
-    norms = value_norms_l2(PagedKV.of(entries), gram_of(weight))
+    norms = value_norms_l2(PagedKV.of(entries), roots_of(weight))
     assert_close(norms, expected, torch.float32)
 
 
@@ -62,11 +61,9 @@ def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group
 @pytest.mark.parametrize(("head_size", "block_size", "group"), SHAPES)
 def test_l2_is_the_twin(backend: Backend, head_size: int, block_size: int, group: int) -> None:
     view = PagedKV.of(make_entries([100, 0, 1], block_size, head_size, backend.dtype))
-    gram = gram_of(o_proj(3, head_size, group, 280, torch.float32))
-    expected = backend.twin(twin(value_norms_l2), view, gram)
-    # Values are the same 16-bit numbers for both; on a GPU three products of tf32 stand for one
-    # of fp32.
-    assert_close(backend.call(L2, view, gram), expected, torch.float32)
+    root = roots_of(o_proj(3, head_size, group, 280, backend.dtype))
+    expected = backend.twin(twin(value_norms_l2), view, root)
+    assert_close(backend.call(L2, view, root), expected, backend.dtype)
 
 
 def test_heads_of_several_requests_share_weights(backend: Backend) -> None:
@@ -76,10 +73,10 @@ def test_heads_of_several_requests_share_weights(backend: Backend) -> None:
         o_proj(3, 64, 2, 48, backend.dtype),
     )
     view, again = PagedKV.of(entries), torch.cat([weight, weight])
-    gram, wanted = gram_of(weight), entries.valid()
+    root, wanted = roots_of(weight), entries.valid()
     for name, operator, given, alone in (
         (L1, twin(value_norms_l1), (weight, wanted), (again, wanted)),
-        (L2, twin(value_norms_l2), (gram,), (gram.repeat(2, 1, 1, 1),)),
+        (L2, twin(value_norms_l2), (root,), (root.repeat(2, 1, 1, 1),)),
     ):
         expected = backend.twin(operator, view, *alone)
         assert_close(backend.twin(operator, view, *given), expected, backend.dtype)
@@ -90,13 +87,13 @@ def test_requests_of_several_layers_share_each_layer_s_matrices(backend: Backend
     """Two layers of three requests with two heads: layer by layer, there request by request."""
     lengths = [30, 0, 5, 17, 40, 2, 21, 16, 3, 9, 0, 33]
     view = PagedKV.of(make_entries(lengths, 16, 64, backend.dtype))
-    gram = gram_of(o_proj(4, 64, 2, 48, torch.float32))
+    root = roots_of(o_proj(4, 64, 2, 48, backend.dtype))
     by_head = torch.stack(
-        [gram[2 * layer + head] for layer in (0, 1) for _ in range(3) for head in (0, 1)]
+        [root[2 * layer + head] for layer in (0, 1) for _ in range(3) for head in (0, 1)]
     )
     expected = backend.twin(twin(value_norms_l2), view, by_head)
-    assert_close(backend.twin(twin(value_norms_l2), view, gram, 2), expected, torch.float32)
-    assert_close(backend.call(L2, view, gram, 2), expected, torch.float32)
+    assert_close(backend.twin(twin(value_norms_l2), view, root, 2), expected, backend.dtype)
+    assert_close(backend.call(L2, view, root, 2), expected, backend.dtype)
 
 
 def test_launchers_refuse_wrong_shapes(interpreter: Child) -> None:
@@ -107,5 +104,5 @@ def test_launchers_refuse_wrong_shapes(interpreter: Child) -> None:
         interpreter.call(L1, view, weight.transpose(0, 1), wanted)
     with pytest.raises(InvariantError, match=r"expected wanted \[2, 32\]"):
         interpreter.call(L1, view, weight, wanted[:, 1:])
-    with pytest.raises(InvariantError, match="Gram matrices"):
-        interpreter.call(L2, view, gram_of(weight).half())
+    with pytest.raises(InvariantError, match="contiguous roots"):
+        interpreter.call(L2, view, roots_of(weight).half())

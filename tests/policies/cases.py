@@ -11,6 +11,7 @@ import torch
 
 from offline.gathered_kv import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
+from vllm_kvcompress.kernels.value_norms import output_roots
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.base import EntryState, LayerView
 from vllm_kvcompress.policies.triattention import write_statistics
@@ -115,7 +116,7 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
         layers=range(shape.layer, shape.layer + 1),
         block_size=shape.block_size,
         output_weight=weight.to(dtype),
-        output_gram=by_query_head @ by_query_head.mT,
+        output_root=output_roots(by_query_head).to(dtype),
         ends=(width + shape.tail,),
         rotary=Rotary(torch.tensor([1.0, 0.3, 0.05])),
         entries=EntryState(positions=torch.arange(width).expand(num_heads, -1)),

@@ -171,7 +171,7 @@ def test_permuting_heads_permutes_what_they_keep(policy: str, tmp_path: Path) ->
     order = torch.tensor([1, 0])
     queries = view.queries.unflatten(1, (2, 2))[:, order].flatten(1, 2)
     assert view.output_weight is not None
-    assert view.output_gram is not None
+    assert view.output_root is not None
     swapped = replace(
         view,
         kv=GatheredKV(
@@ -181,7 +181,7 @@ def test_permuting_heads_permutes_what_they_keep(policy: str, tmp_path: Path) ->
         ),
         queries=queries,
         output_weight=view.output_weight[order],
-        output_gram=view.output_gram.unflatten(0, (2, 2))[order].flatten(0, 1),
+        output_root=view.output_root.unflatten(0, (2, 2))[order].flatten(0, 1),
     )
     rows = check_selection(compress_layer(pipeline, view, 8), view, 8)
     other = check_selection(compress_layer(pipeline, swapped, 8), swapped, 8)

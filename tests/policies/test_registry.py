@@ -79,7 +79,7 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
         ("snapkv", {"window_size": 64}, Needs(window_size=64, min_window=32)),
         ("h2o", {}, Needs(window_size=256, accumulated=True, stride=2)),
         ("snapkv+criticalkv", {"norm": "l1"}, Needs(window_size=32, output_weight=True)),
-        ("snapkv+criticalkv", {}, Needs(window_size=32, output_gram=True)),
+        ("snapkv+criticalkv", {}, Needs(window_size=32, output_root=True)),
         ("snapkv+obcache", {}, Needs(window_size=32, values=True, plain_logits=True)),
         (
             "kvmerger",

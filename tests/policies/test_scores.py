@@ -16,7 +16,7 @@ from vllm_kvcompress.kernels import value_norms
 from vllm_kvcompress.kernels.common import tiles
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool
-from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
+from vllm_kvcompress.kernels.value_norms import output_roots, value_norms_l1, value_norms_l2
 from vllm_kvcompress.kernels.window_mass import window_mass
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.knorm import KNorm
@@ -80,11 +80,11 @@ def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_do_not_change_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each head also keeps its weights."""
     view = make_view(Shape(pages=(5, 5), tail=3), 1)
-    assert view.output_gram is not None
-    gram = view.output_gram.unflatten(0, (view.num_heads, -1))
-    untiled = value_norms_l2(view.kv, gram)
+    assert view.output_root is not None
+    root = view.output_root.unflatten(0, (view.num_heads, -1))
+    untiled = value_norms_l2(view.kv, root)
     monkeypatch.setattr(tiles, "HEADS_BYTES", 1)
-    assert torch.allclose(value_norms_l2(view.kv, gram), untiled, rtol=1e-5)
+    assert torch.allclose(value_norms_l2(view.kv, root), untiled, rtol=1e-5)
 
 
 def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,16 +216,16 @@ def test_keydiff_of_zero_keys_is_zero(anchor: str) -> None:
 def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     view = make_view(Shape(pages=(5, 5)), 0)
     assert view.output_weight is not None
-    assert view.output_gram is not None
+    assert view.output_root is not None
 
     def everything() -> list[torch.Tensor]:
         assert view.output_weight is not None
-        assert view.output_gram is not None
+        assert view.output_root is not None
         return [
             keydiff_scores(view.kv, "mean_normalized"),
             keydiff_scores(view.kv, "mean_raw"),
             value_norms_l1(view.kv, view.output_weight, all_of(view)),
-            value_norms_l2(view.kv, view.output_gram.unflatten(0, (view.num_heads, -1))),
+            value_norms_l2(view.kv, view.output_root.unflatten(0, (view.num_heads, -1))),
         ]
 
     untiled = everything()
@@ -247,9 +247,9 @@ def test_key_norms_ignore_rotation() -> None:
 def test_value_norms_are_those_of_the_loop(group: int) -> None:
     view = make_view(Shape(pages=(3, 3), group=group), 1)
     assert view.output_weight is not None
-    assert view.output_gram is not None
+    assert view.output_root is not None
     l1 = value_norms_l1(view.kv, view.output_weight, all_of(view))
-    l2 = value_norms_l2(view.kv, view.output_gram.unflatten(0, (view.num_heads, -1)))
+    l2 = value_norms_l2(view.kv, view.output_root.unflatten(0, (view.num_heads, -1)))
     for h, head in enumerate(oracles.heads_of(view)):
         for rows, how in ((l1, "l1"), (l2, "l2")):
             expected = torch.tensor(oracles.value_norms(head, how))
@@ -272,9 +272,9 @@ def test_norms_of_sixteen_bit_values_are_those_of_the_same_values_in_fp32(rank: 
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4, 50, 64, generator=generator).bfloat16()
     weight = torch.randn(2, 3, 64, rank, generator=generator)
-    gram = weight @ weight.mT
-    norms = value_norms_l2(of_keys(values), gram)
-    expected = value_norms_l2(of_keys(values.float()), gram)
+    root = output_roots(weight)
+    norms = value_norms_l2(of_keys(values), root.bfloat16())
+    expected = (values.float()[:, None] @ weight.repeat(2, 1, 1, 1)).norm(dim=3).mean(dim=1)
     assert torch.allclose(norms, expected, rtol=0.01, atol=1e-6)
     assert bool(norms.min() > 0.1) == (rank > 0)
 

@@ -214,8 +214,8 @@ def test_the_first_stage_is_kept_and_the_count_is_exact(
 def test_the_scale_of_the_output_weight_changes_nothing(norm: str, epsilon: float) -> None:
     view = make_view(SHAPE, 0)
     assert view.output_weight is not None
-    assert view.output_gram is not None
-    larger = replace(view, output_weight=view.output_weight * 8, output_gram=view.output_gram * 64)
+    assert view.output_root is not None
+    larger = replace(view, output_weight=view.output_weight * 8, output_root=view.output_root * 8)
     scores, kept = scores_for(view), torch.tensor([9, 20])
     plain = two_stage(view, scores, kept, norm=norm, epsilon=epsilon)
     assert torch.equal(two_stage(larger, scores, kept, norm=norm, epsilon=epsilon), plain)

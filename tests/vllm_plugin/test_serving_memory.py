@@ -143,11 +143,11 @@ def runner_of(shape: Shape, policy: str, num_rings: int) -> EventRunner:
     windows = QueryWindows(
         shape.num_layers, pipeline.needs.window_size, pool.device, num_buffers=num_rings
     )
-    gram = None
-    if pipeline.needs.output_gram:
+    root = None
+    if pipeline.needs.output_root:
         size = (shape.num_heads * shape.group, shape.head_size, shape.head_size)
-        gram = torch.empty(size, device=pool.device)
-    weights = [LayerWeights(output_gram=gram)] * shape.num_layers
+        root = torch.empty(size, device=pool.device)
+    weights = [LayerWeights(output_root=root)] * shape.num_layers
     return EventRunner(PageTables(pool), windows, {policy: pipeline}, weights)
 
 

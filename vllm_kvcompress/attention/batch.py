@@ -58,14 +58,13 @@ class CompressedRows:
         rows: [R] int64 compressed rows, or those of them that share a table.
         uncompressed: [U] int64 all uncompressed rows.
         slots: [R] int64 slots of `rows` in the page tables.
-        device_rows, device_uncompressed, device_slots: the same on the device.
+        device_rows, device_slots: the same on the device.
     """
 
     rows: Integers
     uncompressed: Integers
     slots: Integers
     device_rows: Tensor
-    device_uncompressed: Tensor
     device_slots: Tensor
 
     @classmethod
@@ -75,8 +74,8 @@ class CompressedRows:
         """Takes the compressed `rows`, by default all, of [rows] slots, -1 where uncompressed."""
         rows = np.flatnonzero(slots >= 0) if rows is None else rows
         uncompressed = np.flatnonzero(slots < 0)
-        host = (rows, uncompressed, slots[rows])
-        return cls(*host, *(upload(numbers, device) for numbers in host))
+        on_device = (upload(numbers, device) for numbers in (rows, slots[rows]))
+        return cls(rows, uncompressed, slots[rows], *on_device)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ class LayerWeights:
 
     Attributes:
         output_weight: [num_heads, head_size, group, hidden] o_proj by KV head and its group.
-        output_gram: [num_query_heads, head_size, head_size] fp32 W W^T by query head.
+        output_root: [num_query_heads, head_size, head_size] L with L L^T = W W^T by query head.
         rotary: the rotary embedding of the keys.
         sinks: [num_heads, group] logits that take attention without a token; None: the model has
             none.
     """
 
     output_weight: Tensor | None = None
-    output_gram: Tensor | None = None
+    output_root: Tensor | None = None
     rotary: Rotary | None = None
     sinks: Tensor | None = None
 
@@ -37,16 +37,16 @@ class LayerWeights:
         """
         layers = self, other
         weights = [each.output_weight for each in layers if each.output_weight is not None]
-        grams = [
-            each.output_gram.unflatten(0, (num_kv_heads, -1))
+        roots = [
+            each.output_root.unflatten(0, (num_kv_heads, -1))
             for each in layers
-            if each.output_gram is not None
+            if each.output_root is not None
         ]
         sinks = [each.sinks for each in layers if each.sinks is not None]
         return replace(
             self,
             output_weight=torch.cat(weights, dim=2) if weights else None,
-            output_gram=torch.cat(grams, dim=1).flatten(0, 1) if grams else None,
+            output_root=torch.cat(roots, dim=1).flatten(0, 1) if roots else None,
             sinks=torch.cat(sinks, dim=1) if sinks else None,
         )
 

@@ -76,7 +76,7 @@ class EventRunner:
         self.policy_state = PolicyState(tables)
         self.repetitions = Repetitions(self.pool, self.sinks)
         self.norms: PageNorms | None = None
-        reads_norms = any(pipeline.needs.output_gram for pipeline in pipelines.values())
+        reads_norms = any(pipeline.needs.output_root for pipeline in pipelines.values())
         if reads_norms and self.pool.device.type == "cpu":
             self.norms = PageNorms(len(self.pool.pages), self.pool.block_size)
         self._views = EventViews(self.policy_state, windows, self.weights, self.norms, sharing)

@@ -87,9 +87,9 @@ class EventViews:
         counts = self.tables.counts[_slice(layers), batch.slots].to(torch.int64)
         lengths = ((counts + batch.num_full) * pool.block_size).flatten()
         num_entries = sources.num_body * pool.block_size
-        first, grams = self.weights[layers.start], None
-        if first.output_gram is not None:
-            grams = _joined([self.weights[layer].output_gram for layer in layers])
+        first, roots = self.weights[layers.start], None
+        if first.output_root is not None:
+            roots = _joined([self.weights[layer].output_root for layer in layers])
         return LayerView(
             kv=self._kv(batch, layers, sources, lengths),
             queries=self._held(batch, lengths),
@@ -99,7 +99,7 @@ class EventViews:
             num_requests=len(batch.events) * len(layers),
             ends=tuple(event.plan.position for event in batch.events) * len(layers),
             output_weight=first.output_weight if len(layers) == 1 else None,
-            output_gram=grams,
+            output_root=roots,
             rotary=first.rotary,
             sinks=self._sinks(batch, layers),
             state=self._state(batch, layers),

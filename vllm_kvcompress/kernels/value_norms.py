@@ -9,14 +9,13 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import (
-    cached_bytes,
     head_slices,
     multiplies_bf16,
     tile_bytes,
 )
 from vllm_kvcompress.kernels.dispatch import by_device
 
-RIDGE = 1e-4  # added to all eigenvalues of a Gram matrix, as a fraction of their mean
+RIDGE = 1e-9  # added to all eigenvalues of W W^T, as a fraction of their mean
 MIN_PRODUCT_ROWS = 512  # of a matrix product whose other factor is large: it is packed each time
 
 
@@ -63,15 +62,12 @@ def _some_entries(wanted: Tensor) -> Tensor:
 
 
 @by_device("value_norms_triton")
-def value_norms_l2(view: KVView, output_gram: Tensor, num_layers: int = 1) -> Tensor:
-    """Mean over the group of ||v W_O||_2 = sqrt(v Q v^T) per entry, with Q = W W^T.
-
-    Values of bf16 caches are multiplied in their own type with a root of Q, which is as exact as
-    they are.
+def value_norms_l2(view: KVView, output_root: Tensor, num_layers: int = 1) -> Tensor:
+    """Mean over the group of ||v W_O||_2 = ||v L||_2 per entry, with `output_roots` L of W_O.
 
     Args:
-        output_gram: [H or a divisor of it, G, D, D] fp32; each layer's are repeated for the heads
-            of several requests.
+        output_root: [H or a divisor of it, G, D, D] in the cache's type; each layer's are repeated
+            for the heads of several requests.
         num_layers: layers that the heads are of, as many in each, one layer behind the other.
 
     Returns:
@@ -79,33 +75,15 @@ def value_norms_l2(view: KVView, output_gram: Tensor, num_layers: int = 1) -> Te
     """
     values = view.values()
     num_heads, num_entries, head_size = values.shape
-    group = output_gram.shape[1]
-    if values.dtype == torch.bfloat16 and multiplies_bf16(values.device):
-        return _norms_by_roots(values, _roots(output_gram).to(values.dtype), num_layers)
-    gram_of = _matrix_of_heads(num_heads, output_gram, num_layers)
+    group, root_of = output_root.shape[1], _matrix_of_heads(num_heads, output_root, num_layers)
+    fast = values.dtype == torch.bfloat16 and multiplies_bf16(values.device)
+    dtype = values.dtype if fast else torch.float32
+    roots = output_root.to(dtype)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    # A tile of values and of their products stay in a core's cache.
-    row_bytes = 2 * 4 * head_size
-    slices = head_slices(num_heads, num_entries * row_bytes, values.device)
-    rows = max(1, cached_bytes(values.device) // max(1, row_bytes * slices[0].stop))
-    for heads in slices:
-        grams = output_gram[gram_of[heads]]
-        for start in range(0, num_entries, rows):
-            tile = values[heads, start : start + rows].float()
-            for member in range(group):
-                squares = (tile @ grams[:, member]).mul_(tile).sum(dim=2)
-                norms[heads, start : start + rows] += squares.clamp_min_(0).sqrt_()
-    return norms / group
-
-
-def _norms_by_roots(values: Tensor, roots: Tensor, num_layers: int) -> Tensor:
-    """Returns the [H, n] fp32 mean over the group of ||v L||_2, with roots L of Gram matrices."""
-    num_heads, num_entries, _ = values.shape
-    group, root_of = roots.shape[1], _matrix_of_heads(num_heads, roots, num_layers)
-    norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    for heads in head_slices(num_heads, 2 * values[:1].nbytes, values.device):
+    head_bytes = 2 * num_entries * head_size * dtype.itemsize
+    for heads in head_slices(num_heads, head_bytes, values.device):
         for member in range(group):
-            products = values[heads] @ roots[root_of[heads], member]
+            products = values[heads].to(dtype) @ roots[root_of[heads], member]
             norms[heads] += torch.linalg.vector_norm(products, dim=2, dtype=torch.float32)
     return norms / group
 
@@ -116,8 +94,15 @@ def _matrix_of_heads(num_heads: int, matrices: Tensor, num_layers: int) -> Tenso
     return numbers.repeat(1, num_heads // len(matrices)).flatten()
 
 
-def _roots(grams: Tensor) -> Tensor:
-    """Returns L of grams Q = L L^T, [..., D, D]; a little is added to Q, which may be singular."""
-    diagonal = grams.diagonal(dim1=-2, dim2=-1)
+def output_roots(weight: Tensor) -> Tensor:
+    """Returns [..., D, D] L with L L^T = W W^T of projections [..., D, M], in their type.
+
+    ||v W|| is ||v L||, from D products per element of v in the place of M. A little is added to
+    W W^T, which is singular where heads are not used in full.
+    """
+    heads = (head.double() for head in weight.flatten(0, -3))  # one at a time: they are large
+    gram = torch.stack([head @ head.mT for head in heads]).view(*weight.shape[:-1], -1)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
     added = (RIDGE * diagonal.mean(dim=-1, keepdim=True) + 1e-20).expand_as(diagonal)
-    return torch.linalg.cholesky_ex(grams + torch.diag_embed(added)).L
+    root = torch.linalg.cholesky_ex(gram + torch.diag_embed(added)).L
+    return root.to(weight.dtype).contiguous()  # LAPACK's order is by columns

@@ -21,8 +21,6 @@ from vllm_kvcompress.kernels.common.launch_triton import (
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, per_entry
 from vllm_kvcompress.kernels.common.paged_rows_triton import SequenceRows, load_columns
 
-L2_TILE = 64  # entries of a program
-
 
 @kernel("table_stride", "capacity", "num_weights")
 def _l1_kernel(
@@ -76,7 +74,7 @@ def _l2_kernel(
     pages,
     page_table,
     lengths,
-    gram,
+    root,
     norms,
     capacity,
     page_stride,
@@ -90,42 +88,36 @@ def _l2_kernel(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Writes norms [S, capacity]: mean sqrt(v Q v^T) of the group, with Q in stripes of columns.
+    """Writes norms [S, capacity]: the group's mean ||v L||, one tile of entries times its L.
 
     `num_weights` are the matrices of a layer."""
     start = tl.program_id(0) * TILE
     head = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + head).to(tl.int32)
-    page_ids = page_table + head * table_stride
-    rows = SequenceRows(pages + HEAD_SIZE, page_ids, page_stride)
     entry = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIMS)
     total = tl.zeros([TILE], tl.float32)
     if start < length:
-        values = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS).to(
-            tl.float32
-        )
+        rows = SequenceRows(pages + HEAD_SIZE, page_table + head * table_stride, page_stride)
+        values = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS)
         matrix = head // heads_per_layer * num_weights + head % num_weights
+        from_dims = root + matrix * GROUP * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
         for member in range(GROUP):
-            row = matrix * GROUP + member
-            from_dims = gram + row * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
             squares = tl.zeros([TILE], tl.float32)
             for first in range(0, HEAD_SIZE, COLUMNS):
                 column = first + tl.arange(0, COLUMNS)
+                place = member * HEAD_SIZE * HEAD_SIZE + column
                 mask = (dims < HEAD_SIZE)[:, None] & (column < HEAD_SIZE)[None, :]
-                stripe = tl.load(from_dims[:, None] + column[None, :], mask=mask, other=0.0)
-                # Three products of tf32 are nearly one of fp32, and run on tensor cores.
-                product = tl.dot(values, stripe, input_precision="tf32x3")
-                same = load_columns(
-                    rows, start, length, first, BLOCK_SIZE, HEAD_SIZE, TILE, COLUMNS
-                )
-                squares += tl.sum(product * same.to(tl.float32), 1)
-            total += tl.sqrt(tl.maximum(squares, 0.0))
+                tile = tl.load(from_dims[:, None] + place[None, :], mask=mask, other=0.0)
+                # In fp32, three products of tf32 are nearly one, and run on tensor cores.
+                product = tl.dot(values, tile, input_precision="tf32x3")
+                squares += tl.sum(product * product, 1)
+            total += tl.sqrt(squares)
     tl.store(norms + head * capacity + entry, total / GROUP, mask=entry < capacity)
 
 
-def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
-    """Entries of a program, and columns of W_O at once, that fit with three stages of them."""
+def _tile(entries: PagedEntries) -> tuple[int, int]:
+    """Entries of a program, and columns of a matrix at once, that fit with three stages of them."""
     row_bytes = padded(entries.head_size) * entries.pages.element_size()
     if row_bytes <= 256:
         return 128, 128
@@ -146,30 +138,31 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
         "split it by KV head and group",
     )
     flags = per_entry(entries, "wanted", wanted, torch.bool).view(torch.uint8)
-    tile, columns = _l1_tile(entries)
+    tile, columns = _tile(entries)
     extra = (len(output_weight), flags, output_weight.shape[3], output_weight.stride())
     sizes = dict(GROUP=output_weight.shape[2], COLUMNS=columns, num_warps=8, num_stages=3)
     return _launch("value_norms_l1", _l1_kernel, entries, output_weight, extra, tile, sizes)
 
 
-def value_norms_l2(view: KVView, output_gram: Tensor, num_layers: int = 1) -> Tensor:
+def value_norms_l2(view: KVView, output_root: Tensor, num_layers: int = 1) -> Tensor:
     """Triton launcher of `value_norms_l2`: same signature and result."""
     entries = paged(view).body
     num_heads, dims = entries.num_sequences, entries.head_size
     expect(
-        output_gram.dim() == 4
-        and num_heads % len(output_gram) == len(output_gram) % num_layers == 0
-        and tuple(output_gram.shape[2:]) == (dims, dims)
-        and output_gram.dtype == torch.float32
-        and output_gram.is_contiguous(),
-        f"contiguous Gram matrices [{num_heads}, group, {dims}, {dims}] in fp32",
-        f"{tuple(output_gram.shape)} in {output_gram.dtype}",
-        "compute W W^T in fp32 for every query head",
+        output_root.dim() == 4
+        and num_heads % len(output_root) == len(output_root) % num_layers == 0
+        and tuple(output_root.shape[2:]) == (dims, dims)
+        and output_root.dtype == entries.pages.dtype
+        and output_root.is_contiguous(),
+        f"contiguous roots [{num_heads}, group, {dims}, {dims}] in {entries.pages.dtype}",
+        f"{tuple(output_root.shape)} in {output_root.dtype}",
+        "compute output_roots of every query head's projection",
     )
-    columns = 32 if dims <= 128 else 16
-    sizes = dict(GROUP=output_gram.shape[1], COLUMNS=columns, num_warps=4, num_stages=2)
-    each = (len(output_gram) // num_layers, num_heads // num_layers)
-    return _launch("value_norms_l2", _l2_kernel, entries, output_gram, each, L2_TILE, sizes)
+    tile, columns = _tile(entries) if entries.pages.element_size() == 2 else (64, 16)
+    columns, group = min(columns, padded(dims)), output_root.shape[1]
+    sizes = dict(GROUP=group, COLUMNS=columns, num_warps=8, num_stages=3)
+    each = (len(output_root) // num_layers, num_heads // num_layers)
+    return _launch("value_norms_l2", _l2_kernel, entries, output_root, each, tile, sizes)
 
 
 def _launch(

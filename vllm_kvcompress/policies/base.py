@@ -60,7 +60,7 @@ class LayerView:
             once for each, since every layer has its own budget: first all requests of one layer.
         ends: logical tokens that each of the R requests has read.
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
-        output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
+        output_root: [H*G, D, D] L with L L^T = W W^T, per query head (None unless needed).
         rotary: how keys are rotated (None unless needed).
         sinks: [H, G] logits of the model's attention sinks, which take attention without being
             tokens (None if it has none).
@@ -79,7 +79,7 @@ class LayerView:
     num_requests: int = 1
     ends: tuple[int, ...] = ()
     output_weight: Tensor | None = None
-    output_gram: Tensor | None = None
+    output_root: Tensor | None = None
     rotary: Rotary | None = None
     sinks: Tensor | None = None
     state: Tensor | None = None
@@ -158,7 +158,7 @@ class Needs:
         min_window: how many of them are enough behind a prefix-cache hit, which leaves no queries
             of the tokens before it; None: all.
         output_weight: the o_proj weight, by head.
-        output_gram: the Gram matrix of the o_proj weight, per query head.
+        output_root: the root L of W W^T of the o_proj weight, per query head.
         values: the values; implied by the two above.
         plain_logits: attention without capped logits or sinks, as the paper's formulas assume.
         positions: the position of every key, and how keys are rotated.
@@ -171,7 +171,7 @@ class Needs:
     window_size: int = 0
     min_window: int | None = None
     output_weight: bool = False
-    output_gram: bool = False
+    output_root: bool = False
     values: bool = False
     plain_logits: bool = False
     positions: bool = False

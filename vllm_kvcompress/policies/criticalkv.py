@@ -45,7 +45,7 @@ class CriticalKV(Modifier, Selector):
     alpha: float = parameter(0.5, "part of the budget chosen by score alone", 0.0, 1.0)
     epsilon: float = parameter(1e-4, "added to the score in the second stage", 0.0)
     norm: str = parameter(
-        "l2", "l2 (from a Gram matrix) or l1 (the paper's, reads W_O)", choices=("l1", "l2")
+        "l2", "l2 (from a root of W_O W_O^T) or l1 (the paper's, reads W_O)", choices=("l1", "l2")
     )
 
     def modify(self, base: Pipeline) -> Pipeline:
@@ -53,7 +53,7 @@ class CriticalKV(Modifier, Selector):
 
     @property
     def needs(self) -> Needs:
-        return Needs(output_weight=self.norm == "l1", output_gram=self.norm == "l2")
+        return Needs(output_weight=self.norm == "l1", output_root=self.norm == "l2")
 
     def select(
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
@@ -72,8 +72,8 @@ class CriticalKV(Modifier, Selector):
         if self.norm == "l1":
             assert view.output_weight is not None
             return value_norms_l1(view.kv, view.output_weight, wanted)
-        assert view.output_gram is not None
+        assert view.output_root is not None
         layers = len(view.layers)
-        gram = view.output_gram.unflatten(0, (layers * view.heads_per_request, -1))
-        compute = partial(value_norms_l2, output_gram=gram, num_layers=layers)
+        roots = view.output_root.unflatten(0, (layers * view.heads_per_request, -1))
+        compute = partial(value_norms_l2, output_root=roots, num_layers=layers)
         return view.kv.projected_norms(compute)

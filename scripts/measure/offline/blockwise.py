@@ -136,7 +136,7 @@ class BlockwiseModel(MaskedModel):
             ConfigError: a policy that merges, or that reads output weights.
         """
         needs = pipeline.needs
-        if pipeline.merger is not None or needs.output_weight or needs.output_gram:
+        if pipeline.merger is not None or needs.output_weight or needs.output_root:
             raise ConfigError(
                 f"{pipeline.name}: expected a policy that merges nothing and reads no output "
                 "weights; measure others with `vllm-kvcompress eval`."

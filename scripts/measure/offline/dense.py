@@ -18,6 +18,7 @@ from offline.gathered_kv import GatheredKV
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.common.rotary import Rotary
+from vllm_kvcompress.kernels.value_norms import output_roots
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import EntryState, LayerView, Merged
 
@@ -71,7 +72,7 @@ class DenseLayer:
             block_size=BLOCK_SIZE,
             ends=(num_tokens,),
             output_weight=weight.unflatten(0, (len(keys), -1)).transpose(1, 2).contiguous(),
-            output_gram=weight @ weight.transpose(1, 2),
+            output_root=output_roots(weight),
             rotary=self.rotary,
             entries=EntryState(positions=positions),
         )

@@ -101,7 +101,7 @@ class KVView(ABC):
         """[H, n] fp32 norms of values after the output projection, L2, mean over the group.
 
         Args:
-            compute: returns them for a view: `value_norms_l2` with the layer's Gram matrices. A
+            compute: returns them for a view: `value_norms_l2` with the layer's roots. A
                 view may ask for some of its pages only, and remember the others from earlier.
         """
         return compute(self)

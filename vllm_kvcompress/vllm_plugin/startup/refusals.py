@@ -24,6 +24,8 @@ from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
 
 _OFF = "or serve without --kv-policy"
+# Of speculative decoding: suffix has ngram's interface, medusa's heads read hidden states.
+_METHODS_WITHOUT_LAYERS = ("ngram", "suffix", "medusa", "custom_class")
 
 
 def engine_settings(vllm_config: VllmConfig) -> Settings | None:
@@ -306,11 +308,11 @@ def _reasons_of_speculation(config: VllmConfig, settings: Settings) -> Iterator[
     speculation = config.speculative_config
     if speculation is None:
         return
-    if speculation.method != "ngram":
+    if speculation.method not in _METHODS_WITHOUT_LAYERS:
         yield (
             f"speculative decoding with {speculation.method}: its draft layers may keep keys and "
-            "values in the blocks that events free; use the method ngram, which has no layers, "
-            f"{_OFF}."
+            "values in the blocks that events free; use a method without layers, "
+            f"{' or '.join(_METHODS_WITHOUT_LAYERS)}, {_OFF}."
         )
     if config.scheduler_config.async_scheduling:
         yield (

@@ -29,6 +29,7 @@ from vllm_kvcompress.compression.recent_events import RecentEvents
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
+from vllm_kvcompress.kernels.value_norms import output_roots
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs, PageShape
 from vllm_kvcompress.policies.headkv import MeasuredHeads
@@ -497,21 +498,20 @@ def blocks_to_write(
 
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
     """Reads what policies need of an attention layer's weights."""
-    rotary = gram = by_kv_head = sinks = None
+    rotary = root = by_kv_head = sinks = None
     if layer.impl.sinks is not None:
         sinks = layer.impl.sinks.view(layer.impl.num_kv_heads, -1)
     if needs.positions or needs.rotary:
         rotary = compat.rotary_embedding(model, layer.layer_name)
-    if needs.output_weight or needs.output_gram:
+    if needs.output_weight or needs.output_root:
         impl = layer.impl
         width = impl.num_heads * impl.head_size
         flat = compat.output_projection(model, layer.layer_name, width)
         weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
-        if needs.output_gram:
-            wide = weight.float()
-            gram = wide @ wide.transpose(1, 2)
+        if needs.output_root:
+            root = output_roots(weight)
         if needs.output_weight:
             by_kv_head = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
             if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
                 by_kv_head = by_kv_head.contiguous()
-    return LayerWeights(output_weight=by_kv_head, output_gram=gram, rotary=rotary, sinks=sinks)
+    return LayerWeights(output_weight=by_kv_head, output_root=root, rotary=rotary, sinks=sinks)

@@ -34,7 +34,7 @@ from vllm_kvcompress.attention.batch import (
 )
 from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
 from vllm_kvcompress.attention.reading import SparseRead
-from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.pages import Integers, PagePool
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
@@ -45,6 +45,7 @@ from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepW
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 _ATTRIBUTE = "kvcompress"  # on vLLM's metadata, holds a `CompressedMetadata`
+MIN_RUN_TOKENS = 2  # of consecutive requests that are worth a call of their own
 
 
 @dataclass
@@ -74,7 +75,7 @@ class CompressedMetadata:
         per_head: compressed requests for vLLM's kernels: those that read all of their pages, and
             those that read a part.
         biased: compressed requests for this package's kernels.
-        uncompressed: the uncompressed requests of a mixed batch; None: there are none, or all
+        uncompressed: the uncompressed requests of a mixed batch; empty: there are none, or all
             requests are uncompressed.
     """
 
@@ -82,7 +83,7 @@ class CompressedMetadata:
     num_tokens: int
     per_head: list[Subset] = field(default_factory=list)
     biased: list[QueryBatch] = field(default_factory=list)
-    uncompressed: Subset | None = None
+    uncompressed: list[Subset] = field(default_factory=list)
 
 
 class CompressedBackend(AttentionBackend):
@@ -215,7 +216,12 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
         for batch in work.compressed:
             self._add(compressed, batch, metadata, common, starts)
         if work.compressed:
-            compressed.uncompressed = self._uncompressed(work.compressed[0], common, starts)
+            *rest, last = longest_run_last(work.compressed[0].uncompressed, starts)
+            # A schedule for each call would be kept in one buffer.
+            parts = [self._uncompressed(rows, common, starts, fast_build=True) for rows in rest]
+            if len(last):
+                parts.append(self._uncompressed(last, common, starts))
+            compressed.uncompressed = parts
         return compressed
 
     def _add(
@@ -270,14 +276,15 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
         return Subset(per_head, where, self.layer_fields(batch, query_start_loc), reading)
 
     def _uncompressed(
-        self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
-    ) -> Subset | None:
-        """Builds vLLM's metadata of a mixed batch's uncompressed requests; None: there are none."""
-        rows = batch.uncompressed
-        if len(rows) == 0:
-            return None
+        self,
+        rows: Integers,
+        common: CommonAttentionMetadata,
+        starts: HostNumbers,
+        fast_build: bool = False,
+    ) -> Subset:
+        """Builds vLLM's metadata of some of a mixed batch's uncompressed requests."""
         tokens, own_starts = sequences(starts, rows)
-        where, device_rows = row_index(tokens, self.device), batch.device_uncompressed
+        where, device_rows = row_index(tokens, self.device), row_index(rows, self.device)
         subset = replace(
             common,
             query_start_loc=upload(own_starts, self.device),
@@ -290,7 +297,7 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
             block_table_tensor=common.block_table_tensor[device_rows],
             slot_mapping=common.slot_mapping[where],
         )
-        return Subset(super().build(0, subset), where)
+        return Subset(super().build(0, subset, fast_build), where)
 
     def _count_to(self, number: int) -> Tensor:
         """Returns [number + 1] int32 0, 1, 2, ..., cached."""
@@ -364,8 +371,7 @@ class CompressedImpl(AttentionImpl[Any]):
             self.attend_per_head(layer, subset, index, group, rows, out_rows)
         for batch in compressed.biased:
             biased_attention(group.runner, index, batch, rows, out_rows, self.scale)
-        if compressed.uncompressed is not None:
-            subset = compressed.uncompressed
+        for subset in compressed.uncompressed:
             with selected_rows(subset.where, rows, out_rows) as (queries, outputs):
                 # Keys and values are in the cache already; these arguments are not read.
                 super().forward(
@@ -401,6 +407,31 @@ class CompressedImpl(AttentionImpl[Any]):
             self._per_head.forward(
                 layer, queries, queries, queries, cache, subset.metadata, outputs
             )
+
+
+def longest_run_last(rows: Integers, starts: HostNumbers) -> list[Integers]:
+    """Splits requests into others and a run of consecutive ones with many tokens, if there is one.
+
+    The rows of consecutive requests lie one behind the other: attention needs no copies of them.
+    A step's prefills are such a run, behind requests that generate.
+
+    Args:
+        rows: [R] int64 numbers of requests, ascending.
+        starts: [requests + 1] first token of every request of the step.
+
+    Returns:
+        All requests, or the others and the run.
+    """
+    ends = np.flatnonzero(np.diff(rows, append=-1) != 1)
+    if len(ends) < 2:
+        return [rows]
+    firsts = np.concatenate([[0], ends[:-1] + 1])
+    tokens = starts[rows[ends] + 1] - starts[rows[firsts]]
+    longest = tokens.argmax()
+    if tokens[longest] < MIN_RUN_TOKENS:
+        return [rows]
+    first, behind = firsts[longest], ends[longest] + 1
+    return [np.delete(rows, slice(first, behind)), rows[first:behind]]
 
 
 def sequences(
