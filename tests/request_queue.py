@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from vllm import SamplingParams
@@ -20,6 +21,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, DependentSlidingWindowSpec
+from vllm_kvcompress.vllm_plugin.startup import compat
 
 BLOCK, WINDOW_BLOCKS = 16, 2
 LAYER = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -81,7 +83,7 @@ class Queue:
         managers = self.cache.coordinator.single_type_managers
         compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
         self.table = RequestTable(managers, compressed)
-        self.states = StateReuse(self.table.spec, self.cache.block_pool)
+        self.states = StateReuse(self.cache.block_pool)
         self.kept = self.states.kept
         for manager in managers:
             manager.table, manager.states, manager.siblings = self.table, self.states, compressed
@@ -112,7 +114,9 @@ class Queue:
         request, record = self.requests[name], self.table[name]
         blocks, num_hit = None, 0
         if request.num_computed_tokens == 0:
-            blocks, num_hit, _ = self.cache.get_computed_blocks(request)
+            longest = record.longest_hit(request.num_tokens - 1, request.num_tokens, None)
+            scheduler = SimpleNamespace(kv_cache_manager=self.cache)
+            blocks, num_hit, _ = compat.find_prefix_hit_within(scheduler, request, longest)
             hit = record.reuse.beginning = self.states.find_beginning(request, record, num_hit)
             if hit is not None:
                 null = [self.cache.block_pool.null_block] * hit.state.first_block

@@ -176,7 +176,7 @@ def test_heads_that_cannot_be_measured_get_the_same(
     [
         ("qwen3_moe", {}, 3),
         ("gemma3", {}, 2),
-        ("qwen3_next", {"dtype": "bfloat16", "enable_prefix_caching": False}, 2),
+        ("qwen3_next", {"dtype": "bfloat16"}, 2),
         ("llama", {"kv_cache_dtype": "fp8_e5m2"}, 3),
     ],
 )

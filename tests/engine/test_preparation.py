@@ -128,8 +128,8 @@ def test_preparation_in_one_step_behind_a_prefix_hit_has_the_same_result(
         llama, phases, settings=settings, asynchronous=True, max_num_batched_tokens=1024
     )
     assert report["contexts_reused"] == 1
-    # No hit may have blocks behind a chunk's event, nor the queries that it observes.
-    assert bool(report["outputs"]["prepared"]["cached"]) == trigger.startswith("prompt")
+    # Events at chunks are of other requests: what is cached before them is the same for all.
+    assert 0 < report["outputs"]["prepared"]["cached"] < COMPRESSED
     assert report["outputs"]["first"]["cached"] == COMPRESSED
     assert report["outputs"]["first"]["tokens"] == expected["outputs"]["first"]["tokens"]
     assert [each["trigger"] for each in report["events"]].count("prepare") == 2

@@ -317,9 +317,8 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
         (PREFIX_LM, "all tokens of an image see each other.*text alone with --language-model-only"),
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
         (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
-        (HYBRID, "Mamba or linear-attention layers.*add --no-enable-prefix-caching"),
     ],
-    ids=["latent", "prefix-LM", "attention-free", "ALiBi", "hybrid-caching"],
+    ids=["latent", "prefix-LM", "attention-free", "ALiBi"],
 )
 def test_models_that_cannot_be_compressed_are_refused(
     tmp_path: Path, model: dict[str, Any], reason: str
@@ -386,14 +385,26 @@ def test_full_layers_with_other_heads_in_one_cache_group_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [(PREFIX_LM, {"language_model_only": True}), (HYBRID, {"enable_prefix_caching": False})],
-    ids=["prefix-LM", "hybrid-prefix-caching"],
+    [
+        (PREFIX_LM, {"language_model_only": True}),
+        (HYBRID, {"enable_prefix_caching": True}),
+        (HYBRID, {"enable_prefix_caching": False}),
+    ],
+    ids=["prefix-LM", "hybrid", "hybrid-without-prefix-caching"],
 )
 def test_remedies_that_refusals_name_are_accepted(
     tmp_path: Path, model: dict[str, Any], options: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
     check_engine(engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True, **options))
+
+
+def test_hits_within_a_block_are_refused_beside_states(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    options = {"skip_tokenizer_init": True, "enable_prefix_caching": True}
+    config = engine_config(str(tmp_path), SETTINGS, prefix_match_unit=16, **options)
+    with pytest.raises(UnsupportedError, match=r"--prefix-match-unit 16: Qwen3Next.*; remove it"):
+        check_engine(config)
 
 
 def test_policies_without_logit_caps_are_refused_for_models_with_them(tmp_path: Path) -> None:

@@ -269,8 +269,8 @@ def test_context_is_compressed_by_queries_before_its_end(
     """A request that names its context computes the context's last queries, whatever follows."""
     rule = replace(rule, chunk_tokens=None, at_prompt_end=True)
     ledger = RequestLedger(prompt, rule, num_prompt_tokens=prompt + behind)
-    assert ledger.max_prefix_hit == rule.max_prefix_hit(prompt) < prompt
-    ledger.num_hit_tokens = ledger.max_prefix_hit
+    assert ledger.max_prefix_hit(prompt + behind) == rule.max_prefix_hit(prompt) < prompt
+    ledger.num_hit_tokens = ledger.max_prefix_hit(prompt + behind)
     expected = min(rule.window_size, prompt - ledger.num_hit_tokens)
     assert ledger.observed_window(prompt) == expected
 
@@ -380,7 +380,7 @@ def test_preparation_keeps_as_many_blocks_as_a_named_context(
     ordinary = RequestLedger(context, replace(rule, at_prompt_end=True, chunk_tokens=None))
     expected = ordinary.decide(context)
     ledger = PreparationLedger.of(rule, "any", context, context + behind)
-    assert ledger.max_prefix_hit == min(context, context + behind - 2) - 1
+    assert ledger.max_prefix_hit(context + behind) == min(context, context + behind - 2) - 1
     for position in range(1, context + behind + 50):
         decision = ledger.decide(position, under_pressure(rule, context, position))
         assert (decision is not None) == (position == context + behind)

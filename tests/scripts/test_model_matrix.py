@@ -38,7 +38,7 @@ def test_classes_are_served_or_refused_as_the_page_says(tmp_path: Path, name: st
 def test_what_fails_is_told_from_what_is_served() -> None:
     """Another token at budget 1.0, no freed block, and another first token fail."""
     assert judged(STOCK, OURS)["result"] == "served"
-    beside = {**OURS["layers"], "MambaSpec": 2}
+    beside = {**OURS["layers"], "DependentMambaSpec": 2}
     assert judged(STOCK, {**OURS, "layers": beside})["result"] == "in part"
     for change in (
         {"answer": [[1, 3], [-0.1, -0.2]]},

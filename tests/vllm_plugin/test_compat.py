@@ -78,5 +78,8 @@ def test_only_compat_overrides_or_calls_private_methods_of_vllm() -> None:
 
 def test_hooks_hide_no_public_name_of_vllm() -> None:
     hooks = {name for name in vars(compat.SchedulerHooks) if not name.startswith("_")}
-    assert hooks == {"clip_chunk", "find_prefix_hit", "preempt", "free_request"}
+    assert hooks == {
+        *("clip_chunk", "ends_at_states", "reusable_end"),
+        *("find_prefix_hit", "preempt", "free_request"),
+    }
     assert not hooks & set(dir(AsyncScheduler))

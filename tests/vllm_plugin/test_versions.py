@@ -70,7 +70,7 @@ class Hits(scheduler.CompressionMixin, Stock):
 
     def __init__(self) -> None:
         self.record = SimpleNamespace(
-            reuse=SimpleNamespace(), longest_hit=lambda num_tokens, chunks: num_tokens
+            reuse=SimpleNamespace(), longest_hit=lambda num_cached, num_tokens, chunks: num_cached
         )
         self.table: Any = {"a": self.record}
         self.states: Any = SimpleNamespace(find_beginning=lambda *args: BEGINNING)
@@ -82,7 +82,7 @@ class Hits(scheduler.CompressionMixin, Stock):
 
 def test_a_state_is_not_taken_where_vllm_limits_hits() -> None:
     """As 0.33 may: what is compressed of it could only be taken whole."""
-    hits, request = Hits(), SimpleNamespace(request_id="a", num_prompt_tokens=100)
+    hits, request = Hits(), SimpleNamespace(request_id="a", num_tokens=100)
     state = ((["null", "null"],), 64, 0, False)
     assert hits._get_local_prefix_cache_hit(request) == state
     assert hits._get_local_prefix_cache_hit(request, None) == state

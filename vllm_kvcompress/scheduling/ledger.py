@@ -170,12 +170,14 @@ class RequestLedger:
             num_tokens = limit
         return 0
 
-    @property
-    def max_prefix_hit(self) -> int | None:
-        """Longest usable prefix-cache hit in tokens, within a named context; None: no limit."""
-        if self.compress_at < self.num_prompt_tokens:
-            return self.rule.max_prefix_hit(self.compress_at)
-        return None
+    def max_prefix_hit(self, num_tokens: int) -> int:
+        """Returns the longest usable prefix-cache hit, in tokens, within a named context.
+
+        Args:
+            num_tokens: tokens of the request, those included that it generated before a preemption.
+        """
+        has_context = self.compress_at < self.num_prompt_tokens
+        return self.rule.max_prefix_hit(self.compress_at if has_context else num_tokens)
 
     def decide(self, position: int, under_pressure: bool = False) -> Decision | None:
         """Decides what happens once `position` tokens are computed; None: no trigger fires.
@@ -355,9 +357,8 @@ class PreparationLedger(RequestLedger):
             context_tokens=context_tokens,
         )
 
-    @property
-    def max_prefix_hit(self) -> int | None:
-        """Longest usable prefix-cache hit, which leaves every query that scores the context."""
+    def max_prefix_hit(self, num_tokens: int) -> int:
+        """Returns the longest usable hit, which leaves every query that scores the context."""
         return self.scored_from - 1
 
     @property

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -84,13 +85,6 @@ class CompressedAttentionSpec(FullAttentionSpec):
     def chunks(self) -> PromptChunks | None:
         """Chunks of prompts whose queries read a part of the cache; None: they read all of it."""
         return PromptChunks.of(self.settings.read_rule, self.block_size)
-
-    def max_prefix_hit(self, num_prompt_tokens: int) -> int:
-        """Returns the longest prefix-cache hit that every rule can use, in tokens.
-
-        vLLM looks hits up without naming the request.
-        """
-        return min(rule.max_prefix_hit(num_prompt_tokens) for rule in self.rules)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -196,13 +190,19 @@ class DependentChunkedLocalSpec(ChunkedLocalAttentionSpec):
     """Chunked local attention in a model with compressed layers."""
 
 
-_DEPENDENT = {
+@dataclass(frozen=True, kw_only=True)
+class DependentMambaSpec(MambaSpec):
+    """States of a Mamba or linear-attention layer in a model with compressed layers."""
+
+
+_DEPENDENT: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
     SlidingWindowSpec: DependentSlidingWindowSpec,
     ChunkedLocalAttentionSpec: DependentChunkedLocalSpec,
+    MambaSpec: DependentMambaSpec,
 }
 
 
-def dependent_on_compressed(spec: AttentionSpec) -> AttentionSpec:
+def dependent_on_compressed(spec: KVCacheSpec) -> KVCacheSpec:
     """Returns the spec of an uncompressed layer in a model that has compressed ones.
 
     It equals vLLM's, but selects a block manager of ours, since hidden states behind compressed
@@ -213,5 +213,5 @@ def dependent_on_compressed(spec: AttentionSpec) -> AttentionSpec:
     return spec if kind is None else kind(**_fields(spec))
 
 
-def _fields(spec: AttentionSpec) -> dict[str, Any]:
+def _fields(spec: KVCacheSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in type(spec).__dataclass_fields__}

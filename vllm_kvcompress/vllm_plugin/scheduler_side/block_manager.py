@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
+    MambaManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -36,12 +38,12 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     DependentChunkedLocalSpec,
+    DependentMambaSpec,
     DependentSlidingWindowSpec,
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 else:
@@ -78,6 +80,13 @@ class DependentChunkedLocalManager(LimitedCaching, ChunkedLocalAttentionManager)
     """Blocks of chunked-local attention layers in a model that has compressed layers."""
 
 
+class DependentMambaManager(LimitedCaching, MambaManager):
+    """States of Mamba and linear-attention layers in a model that has compressed layers.
+
+    A state sums up all tokens before it, so those behind an event are one request's alone.
+    """
+
+
 class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     """Allocates the fresh blocks of an event, and frees its sources once it has run.
 
@@ -88,33 +97,6 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
 
     states: StateReuse
     siblings: Sequence[CompressedBlockManager]
-
-    @classmethod
-    def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: CompressedAttentionSpec,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Limits full attention's hit, so that the queries that the first event needs are computed.
-
-        `max_length` is one less than the prompt, since vLLM always computes the last token.
-        """
-        limit = kv_cache_spec.max_prefix_hit(max_length + 1)
-        hit: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
-            block_hashes,
-            min(max_length, limit),
-            kv_cache_group_ids,
-            block_pool,
-            kv_cache_spec,
-            *args,
-            **kwargs,
-        )
-        return hit
 
     def get_num_blocks_to_allocate(
         self,
@@ -456,5 +438,6 @@ for spec, manager, base in (
     (CompressedAttentionSpec, CompressedBlockManager, FullAttentionSpec),
     (DependentSlidingWindowSpec, DependentSlidingWindowManager, SlidingWindowSpec),
     (DependentChunkedLocalSpec, DependentChunkedLocalManager, ChunkedLocalAttentionSpec),
+    (DependentMambaSpec, DependentMambaManager, MambaSpec),
 ):
     KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=base)

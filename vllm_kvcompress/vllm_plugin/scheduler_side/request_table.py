@@ -121,14 +121,19 @@ class RequestCompression:
             num_tokens = chunks.num_shared(min(num_tokens, ledger.compress_at))
         return num_tokens
 
-    def longest_hit(self, num_tokens: int, chunks: PromptChunks | None) -> int:
-        """Limits a prefix-cache hit of `num_tokens` tokens to those that the request may use.
+    def longest_hit(self, num_cached: int, num_tokens: int, chunks: PromptChunks | None) -> int:
+        """Limits a prefix-cache hit to the tokens that the request may use.
 
-        A request that names its context still computes the context's last queries. An ordinary
-        request with the same prompt may have cached blocks behind them.
+        The queries that its first event needs are computed: those at the end of its prompt, or of
+        the context that it names.
+
+        Args:
+            num_cached: tokens of the hit.
+            num_tokens: tokens of the request.
+            chunks: chunks of prompts that read a part of the cache; None: all of it is read.
         """
-        limit = self.ledger.max_prefix_hit
-        return self.num_shared(num_tokens if limit is None else min(num_tokens, limit), chunks)
+        limit = self.ledger.max_prefix_hit(num_tokens)
+        return self.num_shared(min(num_cached, limit), chunks)
 
     def candidate(self, request_id: str, position: int) -> Candidate | None:
         """Returns what compressing it under memory pressure would free; None: not possible now."""
@@ -184,10 +189,9 @@ class RequestTable:
     def open(self, request: Request, begins_anew: bool = False, has_room: bool = False) -> None:
         """Opens the record of a request that is queued, or that lost everything by preemption.
 
-        A request that names its context, in a model with other kinds of layers, reads no prefix
-        cache: a hit may end behind the context, and their hits cannot be shortened. A request that
-        prepares its context begins with no kept state, since it scores uncompressed tokens. With
-        `begins_anew` neither does one that had read its prompt before it was preempted.
+        A request that prepares its context begins with no kept state, since it scores uncompressed
+        tokens. With `begins_anew` neither does one that had read its prompt before it was
+        preempted.
 
         Args:
             request: the request.
@@ -204,8 +208,6 @@ class RequestTable:
         protected = _protected_spans(options, settings, rule, request)
         reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))
         if options.context_tokens is not None:
-            if len(self.all_managers) > len(self.managers):
-                request.skip_reading_prefix_cache = True
             compress_at = min(options.context_tokens, num_tokens)
             num_blocks = min(compress_at, num_tokens - 1) // rule.block_size
             if settings.reuse_contexts and num_blocks and not must_read_prompt(request):

@@ -94,7 +94,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
         self.table.reasoning = ReasoningEnd.of(self.vllm_config, self.spec.settings)
-        self.states = StateReuse(self.spec, self.kv_cache_manager.block_pool)
+        self.states = StateReuse(self.kv_cache_manager.block_pool)
         self.states.kept.stats = self._step_stats
         self._buffers = QueryBuffers.of(self.vllm_config, self.spec.settings).for_prompt_events
         self._check_reuse()
@@ -220,7 +220,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             reserved=sum(each.reserved_blocks() for each in self.compressed),
             growth=len(self.running) * num_groups,
             needed_until_freed=sum(each.reserved_blocks(ahead=ahead) for each in self.compressed),
-            wanted=compat.blocks_to_admit(self),
+            wanted=self._blocks_to_admit(table),
         )
         candidates = [
             table[request.request_id].candidate(request.request_id, request.num_computed_tokens + 1)
@@ -235,7 +235,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             chosen = choose(worth, shortage, pool.room // num_groups)
             table.selected = {candidate.request_id for candidate in chosen}
 
-    def clip_chunk(self, request: Request, num_new_tokens: int, start: int) -> int | None:
+    def clip_chunk(self, request: Request, num_new_tokens: int, start: int) -> int:
         """Ends a prefill chunk at the next event position, or at the end of a chunk that chooses.
 
         Chunks that would run past it are those of resumed requests, whose generated tokens are
@@ -243,8 +243,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         it: they may be taken back, and an event cannot. Under a ceiling a request waits for blocks
         that an event is about to free.
         """
-        if self.table is None:
-            return None
+        if self.table is None or not num_new_tokens:
+            return num_new_tokens
         if request.request_id in self.table.shadows:
             return min(num_new_tokens, CHUNK_TOKENS)
         ledger, chunks = self.table[request.request_id].ledger, self.spec.chunks
@@ -270,6 +270,18 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 return 0
         return num_new_tokens
 
+    def reusable_end(self, request: Request) -> int:
+        """Returns the end of the last block of a prompt that the same prompt can hit.
+
+        Windows and states of other layers are kept there, too; vLLM keeps them at the end of the
+        prompt, whose queries an event needs.
+        """
+        if self.table is None:
+            return super().reusable_end(request)
+        num_tokens, record = request.num_prompt_tokens, self.table[request.request_id]
+        longest = record.longest_hit(num_tokens - 1, num_tokens, self.spec.chunks)
+        return longest - longest % self.spec.rule.block_size
+
     def find_prefix_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Returns a kept state's blocks, or as much of vLLM's prefix-cache hit as is allowed.
 
@@ -280,13 +292,10 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         hit = super().find_prefix_hit(request, *args, **kwargs)
         if self.table is None:
             return hit
-        record, size = self.table[request.request_id], self.spec.block_size
-        longest = record.longest_hit(hit[1], self.spec.chunks)
-        if longest < hit[1]:
-            limit = longest // size
-            shortened = tuple(group[:limit] for group in hit[0].blocks)
-            blocks = self.kv_cache_manager.create_kv_cache_blocks(shortened)
-            hit = (blocks, limit * size, *hit[2:])
+        record = self.table[request.request_id]
+        longest = record.longest_hit(hit[1], request.num_tokens, self.spec.chunks)
+        if longest < hit[1]:  # of a window or a state the blocks before its end say nothing
+            hit = (*compat.find_prefix_hit_within(self, request, longest), *hit[3:])
         if any(value is not None for value in (*args, *kwargs.values())):
             record.reuse.beginning = None
             return hit
@@ -476,7 +485,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 del table.awaiting_event[request_id]
                 continue
             if needs_room is None:
-                needs_room = self._needs_room()
+                needs_room = self._needs_room(table)
             num_buffered += waiting[0].window_size > 0
             lacks_room = needs_room or self.requests[request_id].num_tokens > end
             if lacks_room or num_buffered > self._buffers:
@@ -485,10 +494,19 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 plan.events += record.run_event_at_once()
                 del table.awaiting_event[request_id]
 
-    def _needs_room(self) -> bool:
+    def _needs_room(self, table: RequestTable) -> bool:
         """Whether the first waiting request waits for more blocks than are free."""
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return bool(compat.blocks_to_admit(self) > free)
+        free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return self._blocks_to_admit(table) > free
+
+    def _blocks_to_admit(self, table: RequestTable) -> int:
+        """Counts the free blocks that the first waiting request needs; 0: none waits for them."""
+        request = compat.first_to_admit(self)
+        if request is None:
+            return 0
+        num_tokens, record = request.num_tokens, table[request.request_id]
+        longest = record.longest_hit(num_tokens - 1, num_tokens, self.spec.chunks)
+        return compat.blocks_to_admit(self, request, longest)
 
     def _count_pages(self, rule: ReadRule, ledger: RequestLedger, num_tokens: int) -> None:
         """Counts the pages of a decode step at `num_tokens` tokens, which reads a part of them."""

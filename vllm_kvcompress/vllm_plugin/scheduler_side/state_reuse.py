@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-    from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
-
 
 SAFE_HISTORY = 1024  # compressed tokens of which measured heads forget next to nothing
 
@@ -41,9 +39,8 @@ class StateReuse:
         kept: the kept states.
     """
 
-    def __init__(self, spec: CompressedAttentionSpec, block_pool: BlockPool) -> None:
+    def __init__(self, block_pool: BlockPool) -> None:
         self.kept = KeptStates(block_pool)
-        self._spec = spec
         self._saves: dict[str, int] = {}
 
     def find_beginning(
@@ -70,7 +67,7 @@ class StateReuse:
         if compresses_anew(use.how, ledger, best.state.position):
             # The queries that the event needs are computed anew even if they are cached.
             size = ledger.rule.block_size
-            longest = self._spec.max_prefix_hit(ledger.num_prompt_tokens)
+            longest = ledger.max_prefix_hit(ledger.num_prompt_tokens)
             enough = min(best.state.first_block, longest // size) * size
         else:
             enough = best.num_tokens

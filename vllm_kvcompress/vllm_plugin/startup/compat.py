@@ -152,11 +152,22 @@ class SchedulerHooks(Scheduler):
     """Mixed into vLLM's scheduler: its private methods that we extend, under public names.
 
     vLLM calls the private methods, which call the public ones. Those return what vLLM does.
+
+    Attributes:
+        ends_at_states: whether vLLM ends chunks where states of Mamba layers enter the prefix
+            cache.
     """
 
-    def clip_chunk(self, request: Request, num_new_tokens: int, start: int) -> int | None:
-        """Limits the tokens of a prefill chunk that begins at `start`; None: vLLM does."""
-        return None
+    ends_at_states = True
+
+    def clip_chunk(self, request: Request, num_new_tokens: int, start: int) -> int:
+        """Limits the tokens of a chunk that begins at `start`, after vLLM has."""
+        return num_new_tokens
+
+    def reusable_end(self, request: Request) -> int:
+        """Returns up to which token the cache keeps what the same prompt can begin with."""
+        end: int = request.shared_prefix_boundary
+        return end
 
     def find_prefix_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Looks up a new request in the prefix cache."""
@@ -179,10 +190,12 @@ class SchedulerHooks(Scheduler):
     ) -> int:
         computed = (num_new_local_computed_tokens, num_external_computed_tokens)
         start = request.num_computed_tokens + sum(computed)
-        clipped = self.clip_chunk(request, num_new_tokens, start)
-        if clipped is None:
-            clipped = super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
-        return clipped
+        if request.shared_prefix_boundary <= start < request.num_prompt_tokens:
+            # Where others branched off is behind us; so keep what a repetition can begin with.
+            request.shared_prefix_boundary = self.reusable_end(request)
+        if self.ends_at_states:
+            num_new_tokens = super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
+        return self.clip_chunk(request, num_new_tokens, start)
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         return self.find_prefix_hit(request, *args, **kwargs)
@@ -196,20 +209,48 @@ class SchedulerHooks(Scheduler):
 
 def enable_chunk_ends(scheduler: SchedulerHooks) -> None:
     """Makes vLLM call `clip_chunk` for each prefill chunk."""
+    scheduler.ends_at_states = scheduler.need_mamba_block_aligned_split
     scheduler.need_mamba_block_aligned_split = True
 
 
-def blocks_to_admit(scheduler: Any) -> int:
-    """Returns the free blocks that the first waiting request needs; 0: none waits for blocks."""
-    waiting = scheduler.waiting
-    if not waiting or len(scheduler.running) >= scheduler.max_num_active_reqs:
-        return 0
-    request, manager = waiting.peek_request(), scheduler.kv_cache_manager
-    blocks, num_tokens = manager.empty_kv_cache_blocks.blocks, 0
-    if manager.prefix_cache_lookup_enabled(request):
-        blocks, num_tokens, _ = manager.coordinator.find_longest_cache_hit(
-            request.block_hashes, request.num_tokens - 1
-        )
+def find_prefix_hit_within(scheduler: Any, request: Request, max_tokens: int) -> Any:
+    """Looks up a request's prefix in the cache, up to `max_tokens`.
+
+    Returns:
+        Blocks of all groups, the number of tokens, and up to which token other requests have the
+        same prefix of which some group has no block yet (0: there is none).
+    """
+    manager = scheduler.kv_cache_manager
+    if not manager.prefix_cache_lookup_enabled(request):
+        return manager.empty_kv_cache_blocks, 0, 0
+    blocks, num_tokens, more = manager.coordinator.find_longest_cache_hit(
+        request.block_hashes, max_tokens
+    )
+    return manager.create_kv_cache_blocks(blocks), num_tokens, num_tokens + more if more else 0
+
+
+def first_to_admit(scheduler: Any) -> Request | None:
+    """Returns the first waiting request; None: none waits for blocks."""
+    if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_active_reqs:
+        return None
+    request: Request = scheduler.waiting.peek_request()
+    return request
+
+
+def blocks_to_admit(scheduler: Any, request: Request, max_hit: int) -> int:
+    """Returns the free blocks that a waiting request needs; 0: it waits for something else.
+
+    Args:
+        scheduler: vLLM's scheduler.
+        request: the request.
+        max_hit: tokens that it may read from the prefix cache at most.
+    """
+    manager = scheduler.kv_cache_manager
+    hit, num_tokens, _ = find_prefix_hit_within(scheduler, request, max_hit)
+    blocks = hit.blocks
+    for each, group in zip(manager.coordinator.single_type_managers, blocks, strict=True):
+        if group and group[-1].block_hash in getattr(each, "cached_blocks_this_step", ()):
+            return 0  # a state that another request computes in this step
     num_blocks: int = manager.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
         num_tokens=min(request.num_tokens, scheduler.max_model_len),

@@ -246,11 +246,12 @@ def _reasons_of_chunks(config: VllmConfig, settings: Settings) -> Iterator[str]:
 
 def _reasons_of_caching(config: VllmConfig, settings: Settings) -> Iterator[str]:
     """Yields a refusal for everything about prefix caching that does not work."""
-    if config.model_config.is_hybrid and config.cache_config.mamba_cache_mode == "align":
+    unit = config.cache_config.prefix_match_unit
+    if config.model_config.is_hybrid and unit is not None:
         yield (
-            f"{config.model_config.architecture} has Mamba or linear-attention layers, whose "
-            "prefix caching sets where prefill chunks end, and so does compression; add "
-            f"--no-enable-prefix-caching {_OFF}."
+            f"--prefix-match-unit {unit}: {config.model_config.architecture} has Mamba or "
+            "linear-attention layers, whose states within a block change after they have entered "
+            "the prefix cache, and compression counts on whole blocks; remove it."
         )
     if not config.cache_config.enable_prefix_caching:
         options = {
