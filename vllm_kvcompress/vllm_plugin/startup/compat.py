@@ -118,6 +118,15 @@ def prepare_environment() -> None:
     cli_env_setup()
 
 
+def kv_cache_groups(vllm_config: VllmConfig, specs: dict[str, Any]) -> list[Any]:
+    """Returns the cache groups that vLLM makes of layers with these cache specs."""
+    try:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    except ImportError:  # since 0.33
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+    return list(get_kv_cache_groups(vllm_config, specs))
+
+
 def allow_amx() -> None:
     """Asks Linux to let this process use AMX tiles, where the CPU has them.
 

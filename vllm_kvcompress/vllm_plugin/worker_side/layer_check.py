@@ -17,10 +17,10 @@ from vllm.distributed.parallel_state import (
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
+from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.startup.registration import (
     kernels_for,
@@ -75,4 +75,4 @@ def check_layers(vllm_config: VllmConfig) -> None:
         with set_default_torch_dtype(vllm_config.model_config.dtype), NoWeights():
             initialize_model(vllm_config)
         specs = get_kv_cache_spec(vllm_config)
-        compression.compressed_groups(get_kv_cache_groups(vllm_config, specs))
+        compression.compressed_groups(compat.kv_cache_groups(vllm_config, specs))
