@@ -17,6 +17,7 @@ from tests.tiny_models import prompt
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
@@ -41,6 +42,7 @@ class Queue:
         min_window: how many of them are enough behind a prefix-cache hit; None: all.
         budget: kept fraction, or tokens, with which later events are in place.
         ceiling: tokens that a request holds at most; None: any.
+        host_slots: blocks of host memory for kept states; 0: there is none.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Queue:
         min_window: int | None = None,
         budget: float | int = 0.25,
         ceiling: int | None = None,
+        host_slots: int = 0,
     ) -> None:
         settings = Settings(
             policy="snapkv",
@@ -83,7 +86,8 @@ class Queue:
         managers = self.cache.coordinator.single_type_managers
         compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
         self.table = RequestTable(managers, compressed)
-        self.states = StateReuse(self.cache.block_pool)
+        host = HostCopies(host_slots, slot_bytes=1) if host_slots else None
+        self.states = StateReuse(self.cache.block_pool, host)
         self.kept = self.states.kept
         for manager in managers:
             manager.table, manager.states, manager.siblings = self.table, self.states, compressed

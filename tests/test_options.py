@@ -35,6 +35,7 @@ FLAGS = {
     *("--kv-ceiling", "--kv-min-request-ceiling", "--kv-protect", "--kv-keep-prompt"),
     "--kv-after-reasoning",
     *("--kv-max-request-budget", "--kv-reuse-contexts", "--kv-reuse-conversations", "--kv-read"),
+    "--kv-spill",
     *("--kv-read-min-tokens", "--kv-min-request-read", "--kv-attention", "--kv-shadow"),
     *("--kv-calibration", "--kv-promised-loss"),
     "--prompt-compressor",
@@ -100,6 +101,7 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (Settings, "min_request_ceiling"): (None, [1, 1024], [0, 0.5, True, 1025]),
     (Settings, "reuse_contexts"): (False, [True], ["yes", 1]),
     (Settings, "reuse_conversations"): (None, ["reuse", "anew", "auto", "off"], ["always", True]),
+    (Settings, "spill"): (None, [0.5, 4], [0, -1, True, "4"]),
     (Settings, "read"): (None, ["quest:0.5", "longcache"], ["half", 0.5]),
     (Settings, "read_min_tokens"): (None, [0, 2**53], [-1, 1.5, True]),
     (Settings, "min_request_read"): (None, [0.01, 1.0], [0, 1.01, True, "0.5"]),
@@ -127,7 +129,8 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
 BESIDE: dict[str, Any] = {"read": "quest:0.5"}
 BESIDE |= {"min_request_budget": 0.2, "max_request_budget": 0.5}
 BESIDE |= {"ceiling": 1024, "min_request_ceiling": 256}
-EXCLUDES = {"keep_prompt": "read", "protect": "read", "after_reasoning": "read"}
+BESIDE |= {"reuse_contexts": True}
+EXCLUDES = {"spill": "read", "keep_prompt": "read", "protect": "read", "after_reasoning": "read"}
 BESIDE_RATES = {"min_request_rate": 0.3, "max_request_rate": 0.5}
 
 

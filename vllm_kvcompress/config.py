@@ -239,6 +239,13 @@ class Settings(Options):
         "HOW",
         const="auto",
     )
+    spill: Annotated[float, Field(gt=0)] | None = option(
+        None,
+        "GiB of host memory, per engine, to which kept contexts and conversations "
+        "[go](#host-memory) when the pool needs their blocks, such as `4`",
+        "GIB",
+        example=4,
+    )
     read: str | None = option(
         None,
         "have decode steps [read](#reading-less) a part of the cache: `quest:0.25` of each head's "
@@ -328,6 +335,7 @@ class Settings(Options):
         self._check_ceiling()
         self._check_protection()
         self._check_shadow()
+        self._check_spill()
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
         for name in ("read_min_tokens", "min_request_read"):
             if getattr(self, name) is not None and self.read is None:
@@ -409,6 +417,21 @@ class Settings(Options):
             raise ValueError(
                 f'shadow: with read "{self.read}" prompts are read in part, and the prefix cache '
                 "holds what follows from that; leave out shadow, or prefill."
+            )
+
+    def _check_spill(self) -> None:
+        """Refuses host memory where no states are kept, or where they would lack something."""
+        if self.spill is None:
+            return
+        if not (self.reuse_contexts or self.conversations or self.continues_unasked):
+            raise ValueError(
+                f"spill {self.spill:g}: expected contexts or conversations that are kept, found "
+                "neither; add --kv-reuse-conversations or --kv-reuse-contexts, or leave it out."
+            )
+        if self.read is not None:
+            raise ValueError(
+                f'spill: with read "{self.read}" decode steps choose pages by summaries, which are '
+                "not copied to host memory; leave one of the two out."
             )
 
     def _follow_paper(self) -> None:

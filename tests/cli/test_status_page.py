@@ -209,7 +209,9 @@ def test_streamed_conversation_continues_from_its_state(address: str) -> None:
         now = fetch(address).json()["engines"][ENGINES[0]]
         gained = [now[name] - before[name] for name in names]
     assert gained == [2, 2 * (PROMPT_TOKENS + 7)]
-    assert set(fetch(address).json()["forgotten"]) == {"evicted", "extended", "unfinished_event"}
+    assert set(fetch(address).json()["forgotten"]) == {
+        *("evicted", "extended", "unfinished_event", "host_full")
+    }
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")

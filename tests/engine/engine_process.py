@@ -13,7 +13,8 @@ compared after every step. A scenario is a dictionary:
         (so many tokens of that reply)}
     record_kept: report the kept indices of every event
     probes: names (module:function) of what is called with the report before the engine starts
-    calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase
+    calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase;
+        "reset_prefix_cache" is the engine's
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 PLUGIN = "vllm_kvcompress.vllm_plugin"
+SPILLED = ("states_spilled", "states_restored")
 SHORT_PROMPTS = {"min_tokens": 64}  # are compressed, unless a scenario says otherwise
 
 
@@ -325,6 +327,9 @@ def record_stats(books: Bookkeeping, report: dict[str, Any]) -> None:
                 report["skipped"][name] = report["skipped"].get(name, 0) + skipped["count"]
             report["conversations_continued"] += ours["conversations_continued"]
             report["forgotten"].update(ours["forgotten"])
+            for name in SPILLED:
+                report[name] += ours[name]
+            report["spilled_bytes"] = max(report["spilled_bytes"], ours["spilled_bytes"])
             report["prompt_events"].update(ours["prompt_events"])
             report["shadows"] += ours["shadows"]
             report["shadow_outcomes"].update(ours["shadow_outcomes"])
@@ -355,6 +360,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     report["pages"], report["prompt_events"] = [], Counter()
     report["at_once"] = 0
     report["shadows"], report["shadow_outcomes"] = [], Counter()
+    report |= dict.fromkeys((*SPILLED, "spilled_bytes"), 0)
     report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
     if scenario.get("record_kept"):
         record_kept(report)
@@ -367,7 +373,9 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     record_stats(books, report)
     for number, phase in enumerate(scenario["phases"]):
         for at, method, arguments in scenario.get("calls", ()):
-            if at == number:
+            if at == number and method == "reset_prefix_cache":
+                assert engine.reset_prefix_cache()
+            elif at == number:
                 engine.collective_rpc(method, kwargs=arguments)
         run_phase(engine, books, phase, report)
     cache_config = engine.vllm_config.cache_config

@@ -42,6 +42,11 @@ STEP = StepStats(
     forgotten={"evicted": 4},
     reclaimable_blocks=24,
     most_held_tokens=1024,
+    spilled_states=2,
+    spilled_tokens=800,
+    spilled_bytes=4096,
+    states_spilled=5,
+    states_restored=1,
     held_pages=40,
     read_pages=10,
 )
@@ -88,6 +93,11 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     assert registry.get_sample_value("kvcompress_compression_ratio", LABELS) == 4
     assert registry.get_sample_value("kvcompress_reclaimable_blocks", LABELS) == 24
     assert registry.get_sample_value("kvcompress_most_held_tokens", LABELS) == 1024
+    for name, number in (("states", 2), ("tokens", 800), ("bytes", 4096)):
+        assert registry.get_sample_value(f"kvcompress_spilled_{name}", LABELS) == number
+    for name, number in (("spilled", 5), ("restored", 1)):
+        name = f"kvcompress_states_{name}_total"
+        assert registry.get_sample_value(name, LABELS) == number
     metrics.observe(STEP, "m", "0")
     metrics.observe(StepStats(), "m", "0")
     value = registry.get_sample_value
@@ -140,12 +150,12 @@ def test_every_metric_has_our_prefix_and_a_unit(registry: CollectorRegistry) -> 
     """vLLM unregisters every collector that starts with its own prefix."""
     CompressionMetrics(registry).start(SETTINGS, "m", "0")
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
-    units = ("token", "block", "number of", "second", "fraction", "always 1")
+    units = ("token", "block", "byte", "states", "number of", "second", "fraction", "always 1")
     for family in families:
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 31
+    assert len([f for f in families if not f.name.endswith("_created")]) == 36
 
 
 WRITER = """

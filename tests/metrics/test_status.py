@@ -60,24 +60,26 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
     reasons += ("protected_tokens", "error")
     assert document["skipped"] == {"nothing_to_free": 6, **dict.fromkeys(reasons, 0)}
     scored = ("tokens", "changed_tokens", "lost_nats", "gained_nats")
+    spilled = ("states_spilled", "states_restored")
     shadows = [f"shadow_{each}" for each in scored]
     assert document["engines"] == {
         "0": {
             **{"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
             **{"conversations_continued": 2, "continued_tokens": 100},
             **{"held_pages": 20, "read_pages": 5, "most_held_tokens": 256},
-            **dict.fromkeys(shadows, 0),
+            **dict.fromkeys((*shadows, *spilled), 0),
             **{"step_logical_tokens": 300, "step_resident_tokens": 100},
         },
         "1": {
             **{"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},
             **{"conversations_continued": 4, "continued_tokens": 200},
             **{"held_pages": 40, "read_pages": 10, "most_held_tokens": 256},
-            **dict.fromkeys(shadows, 0),
+            **dict.fromkeys((*shadows, *spilled), 0),
             **{"step_logical_tokens": 600, "step_resident_tokens": 200},
         },
     }
-    assert document["forgotten"] == {"evicted": 9, "extended": 0, "unfinished_event": 0}
+    others = ("extended", "unfinished_event", "host_full")
+    assert document["forgotten"] == {"evicted": 9, **dict.fromkeys(others, 0)}
     assert document["prompts"] == {}
 
 

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from tests.request_queue import Queue
 from tests.tiny_models import prompt
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
+from vllm_kvcompress.scheduling.plan import BlockCopy
 from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler as scheduler_module
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptState
 from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionMixin
@@ -262,8 +263,8 @@ def test_conversation_continues_from_its_kept_state() -> None:
     assert ours[18:20] == theirs[18:20]
     assert ours[20] is not theirs[20]
     copied = state[0].tail[2].block_id
-    copies = {adoption.copied for n in ("b", "cc") for adoption in queue.table[n].unsent.adoptions}
-    assert copies == {(copied, ours[20].block_id), (copied, theirs[20].block_id)}
+    copies = queue.kept.take_transfers()
+    assert copies == [BlockCopy(copied, one[20].block_id) for one in (ours, theirs)]
     for name in ("b", "cc"):
         end_after(queue, name, 3)
     assert len(queue.kept) == 3

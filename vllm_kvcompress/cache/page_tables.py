@@ -11,7 +11,8 @@ such as the lengths of tails and upper bounds of row widths, is in numpy arrays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -205,6 +206,21 @@ class PageTables:
         """Drops saved tables that are no longer needed; ignores unknown states."""
         for state in states:
             self.saved.pop(state, None)
+
+    def move_saved(self, state: int, former: Sequence[int], blocks: Sequence[int]) -> None:
+        """Has a saved table name the pages of other blocks, into which the former were copied."""
+        order = np.argsort(former)
+        both = np.stack((np.array(former)[order], np.array(blocks)[order])).astype(np.int32)
+        sources, targets = upload(both, self.pool.device)
+        size, saved = self.pool.pages_per_block, self.saved[state]
+
+        def moved(pages: Tensor) -> Tensor:
+            numbers = pages // size
+            places = torch.searchsorted(sources, numbers).clamp_(max=len(former) - 1)
+            is_moved = sources[places] == numbers  # else it lies behind the last one of a row
+            return torch.where(is_moved, targets[places] * size + pages % size, pages)
+
+        self.saved[state] = replace(saved, table=moved(saved.table), state=moved(saved.state))
 
     def restore(self, request_id: str, state: int, first_block: int) -> None:
         """Gives a new request a saved table; its tail starts at `first_block`."""

@@ -7,7 +7,7 @@ Numbers per entry are ordered by name (`Pipeline.token_state`), and within a nam
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -130,6 +130,11 @@ class PolicyState:
             pages_per_block = self.pool.pages_per_block
             pages = np.array(sorted(reused))[:, None] * pages_per_block + np.arange(pages_per_block)
             self.pool.pages.index_fill_(0, upload(pages.flatten(), self.pool.device), 0)
+
+    def note_copied(self, kept: Iterable[int], tail: Iterable[int]) -> None:
+        """Notes that a kept state was copied into blocks, of which only `kept` may hold numbers."""
+        self.blocks.difference_update(tail)
+        self.blocks.update(kept)
 
     def head_numbers(
         self, pipeline: Pipeline, slots: Tensor | slice, layers: slice = EVERY_LAYER

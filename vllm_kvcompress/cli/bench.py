@@ -18,7 +18,10 @@ from vllm_kvcompress.tools.benchmark.shapes import ModelShape
 from vllm_kvcompress.tools.dtypes import dtype_text
 from vllm_kvcompress.tools.files import make_folder
 
-_SETTINGS = ("policy", "budget", "calibration", "trigger", "reuse_conversations", "read", "params")
+_SETTINGS = (
+    *("policy", "budget", "calibration", "trigger", "reuse_conversations", "spill", "read"),
+    "params",
+)
 _DESCRIPTION = """\
 Drives a load through stock vLLM and through compressed serving, in turns, on a model with random
 weights, and writes the figures of both and the ratios between them:

@@ -28,6 +28,7 @@ from vllm_kvcompress.metrics.stats import (
     EVICTED,
     EXTENDED,
     FORGOTTEN_BECAUSE,
+    HOST_FULL,
     SHADOW_DROPPED,
     SHADOW_FAILED,
     SHADOW_OUTCOMES,
@@ -47,6 +48,10 @@ _NATS_BUCKETS = [0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 
 _CHANGED_BUCKETS = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1]
 _SECONDS_BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
 
+_OF_STEPS = (  # gauges that every step sets
+    *("compression_ratio", "reclaimable_blocks", "most_held_tokens"),
+    *("spilled_states", "spilled_tokens", "spilled_bytes"),
+)
 T = TypeVar("T", Counter, Gauge, Histogram)
 
 # All without their prefix, "kvcompress_".
@@ -80,6 +85,12 @@ _GAUGES = {  # with the labels that follow the text
         "Tokens per KV head (mean over heads and layers) that the largest request held after a "
         "step, since the engine started: with --kv-ceiling at most that and a block.",
     ),
+    "spilled_states": (
+        "Kept states of contexts and conversations with a copy in host memory (--kv-spill), those "
+        "that are back in the KV cache included.",
+    ),
+    "spilled_tokens": ("Tokens that the states in host memory stand for, uncompressed.",),
+    "spilled_bytes": ("Bytes of the states in host memory, over all ranks of the engine.",),
 }
 _COUNTERS = {  # with the labels that follow the text
     "events": (
@@ -104,7 +115,8 @@ _COUNTERS = {  # with the labels that follow the text
         "Number of compressed states that were kept for later requests and then dropped, by "
         f"reason: {EVICTED} = vLLM needed one of its blocks; {EXTENDED} = a longer state of "
         f"the same conversation replaced it; {UNFINISHED} = the request ended during a "
-        "compression event, and nothing was kept.",
+        f"compression event, and nothing was kept; {HOST_FULL} = host memory has newer ones "
+        "(--kv-spill).",
         "reason",
     ),
     "shadow_answers": (
@@ -238,7 +250,7 @@ class CompressionMetrics:
             read_fraction.labels(*labels).observe(stats.read_pages / stats.held_pages)
 
     def _set_gauges(self, stats: StepStats, labels: tuple[str, str]) -> None:
-        for name in ("compression_ratio", "reclaimable_blocks", "most_held_tokens"):
+        for name in _OF_STEPS:
             self.gauges[name].labels(*labels).set(getattr(stats, name))
 
     def _observe_event(self, event: EventRecord, labels: tuple[str, str]) -> None:

@@ -18,7 +18,8 @@ AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS = "at_once_for_room", "at_once_for_buffers
 SHADOW_SCORED, SHADOW_UNCOMPRESSED = "scored", "uncompressed"
 SHADOW_DROPPED, SHADOW_FAILED = "dropped", "failed"
 SHADOW_OUTCOMES = (SHADOW_SCORED, SHADOW_UNCOMPRESSED, SHADOW_DROPPED, SHADOW_FAILED)
-FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED)  # reasons why kept states are forgotten
+HOST_FULL = "host_full"
+FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED, HOST_FULL)  # why states are forgotten
 
 
 def counted(name: str, help: str) -> Any:
@@ -110,6 +111,8 @@ class StepStats:
             running requests now.
         most_held_tokens: tokens per KV head (mean over heads and layers) that the largest request
             has held after a step, since the start.
+        spilled_states, spilled_tokens, spilled_bytes: kept states with a copy in host memory, the
+            tokens that they stand for, and the bytes of the copies (`--kv-spill`).
         shadows: answers that were scored again (`--kv-shadow`).
         shadow_outcomes: ends of sampled answers by outcome.
     """
@@ -123,6 +126,9 @@ class StepStats:
     shadow_outcomes: dict[str, int] = field(default_factory=dict)
     reclaimable_blocks: int = 0
     most_held_tokens: int = 0
+    spilled_states: int = 0
+    spilled_tokens: int = 0
+    spilled_bytes: int = 0
     logical_tokens: int = counted(
         "step_logical_tokens",
         "Logical tokens of the running requests, added up over steps.",
@@ -158,7 +164,15 @@ class StepStats:
         "Tokens of prompts that were neither read nor compressed again, since a conversation was "
         "continued.",
     )
-
+    states_spilled: int = counted(
+        "states_spilled",
+        "Number of times that a kept state went from the KV cache to host memory (--kv-spill).",
+    )
+    states_restored: int = counted(
+        "states_restored",
+        "Number of times that a kept state came back from host memory, for a request that "
+        "continued it.",
+    )
     shadow_tokens: int = counted(
         "shadow_tokens", "Tokens of the answers that were scored again with the full cache."
     )

@@ -103,15 +103,46 @@ class Adoption:
         group: vLLM's KV-cache group.
         state: number of the kept state.
         end_block: logical blocks [0, end_block) are compressed.
-        copied: source and target of the partial block that the request goes on writing to, copied
-            before the step since others may read the source; None: there is no such block.
     """
 
     request_id: str
     group: int
     state: int
     end_block: int
-    copied: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy of a kept state's partial block, whose source others may read.
+
+    Attributes:
+        source: block of the state.
+        target: block that a request which begins with the state goes on writing to.
+    """
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class HostTransfer:
+    """Copy of a kept state's blocks to host memory, or back to other blocks.
+
+    Attributes:
+        state: number of the kept state.
+        to_host: whether blocks are copied to the host, or from it.
+        blocks: blocks of the pool; the first `num_kept` have the kept tokens.
+        slots: blocks of host memory, as many.
+        num_kept: number of blocks with the tokens that the state's event kept.
+        former: on the way back, the blocks that the state's page table still names.
+    """
+
+    state: int
+    to_host: bool
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+    num_kept: int
+    former: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,6 +221,8 @@ class StepPlan:
         observations: by request id, queries that a later event observes.
         saves: by id of a request that has ended, the number of the state that it leaves.
         dropped: numbers of states that are forgotten after the step.
+        transfers: copies of kept states' blocks, before anything is written in the step, in the
+            order in which they were decided: a later one may write to what an earlier one reads.
         tags: owners of all blocks, in the debug mode.
     """
 
@@ -199,6 +232,7 @@ class StepPlan:
     observations: dict[str, Observation] = field(default_factory=dict)
     saves: dict[str, int] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
+    transfers: list[HostTransfer | BlockCopy] = field(default_factory=list)
     tags: BlockTags | None = None
 
     def __bool__(self) -> bool:

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.scheduling.rule import CompressionRule, PolicyDemand
@@ -143,6 +144,30 @@ def page_bytes_of(spec: AttentionSpec) -> int:
     """Returns bytes of one head's K and V for a block's tokens, scales beside them included."""
     num_bytes: int = spec.real_page_size_bytes // spec.num_kv_heads
     return num_bytes
+
+
+def spilled_block_bytes(vllm_config: VllmConfig, spec: AttentionSpec) -> int:
+    """Returns bytes of a block over all layers and ranks, where all layers have this spec."""
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    num_bytes: int = page_bytes_of(spec) * spec.num_kv_heads * num_layers * num_ranks
+    return num_bytes
+
+
+def spill_slots(vllm_config: VllmConfig, spec: CompressedAttentionSpec) -> int:
+    """Returns how many blocks the engine's host memory holds, on every rank its own part of them.
+
+    Raises:
+        ConfigError: it does not even hold one.
+    """
+    spill, num_bytes = spec.settings.spill or 0.0, spilled_block_bytes(vllm_config, spec)
+    num_slots = int(spill * 2**30) // num_bytes
+    if num_slots == 0:
+        raise ConfigError(
+            f"spill (--kv-spill): expected room for a block, {num_bytes / 2**30:.3g} GiB, found "
+            f"{spill:g}; give more."
+        )
+    return num_slots
 
 
 def compressed_specs(spec: KVCacheSpec) -> list[CompressedAttentionSpec]:

@@ -240,14 +240,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         record, held, group = self.table[request_id], self._held(request_id), self.kv_cache_group_id
         beginning, record.reuse.beginning = record.reuse.beginning, None
         if beginning is not None:
-            state, copied = beginning.state, None
+            state = beginning.state
             if beginning.copied_block is not None:
-                # It is only read in this step, before any request writes; so nobody has to hold it.
                 target = self.req_to_blocks[request_id][beginning.num_tokens // self.block_size]
-                copied = (beginning.copied_block.block_id, target.block_id)
-            record.unsent.adoptions.append(
-                Adoption(request_id, group, state.number, state.first_block, copied)
-            )
+                self.states.kept.copy_block(beginning.copied_block, target)
+            adoption = Adoption(request_id, group, state.number, state.first_block)
+            record.unsent.adoptions.append(adoption)
         num_window_blocks = record.ledger.rule.window_blocks
         if num_window_blocks and not held.window:
             held.window = self.block_pool.get_new_blocks(num_window_blocks)
@@ -369,6 +367,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if held.event is not None:
             self.states.drop_unprocessed(held)
             self._free_sources(request_id)
+            if request_id in self.table.awaiting_event:  # the former event runs in this step
+                self.states.kept.suspend_restores()
         if not self._stays_in_place(request_id, decision):
             held.fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
         held.event = EventPlan(
@@ -421,6 +421,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         self.block_pool.free_blocks(reversed(freed))
         blocks[sources] = [self.block_pool.null_block] * event.num_tail_blocks
         held.kept, held.fresh = held.fresh or held.kept, []
+        self.states.supersede(record)
         if event.kept_as is not None:
             assert record.reuse.context_hash is not None
             self.states.keep(record, event.kept_as, hashes=(record.reuse.context_hash,))

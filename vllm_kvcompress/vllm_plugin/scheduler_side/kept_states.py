@@ -3,7 +3,7 @@
 What an event kept, and what was computed behind it, is the same for every request that begins with
 the same tokens. The blocks of a state stay readable while no request holds them: they wait at the
 end of vLLM's free queue, as cached prefixes do. A state is forgotten once vLLM hands out one of its
-blocks.
+blocks, or with `--kv-spill` copied to host memory, from where it comes back to other blocks.
 
     tokens    0 ........... first_block .. position ............. end
     blocks    [ kept: what the last event left ][ tail: ordinary blocks, the last one partial ]
@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.metrics.stats import EVICTED, EXTENDED, StepStats
+from vllm_kvcompress.metrics.stats import EVICTED, EXTENDED, HOST_FULL, StepStats
+from vllm_kvcompress.scheduling.plan import BlockCopy, HostTransfer
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
+
+    from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -32,6 +35,8 @@ Key = TypeVar("Key", bound=Hashable)
 @dataclass(frozen=True, eq=False)
 class KeptState:
     """Blocks that a request left behind, and the tokens that they stand for.
+
+    Of a state in host memory alone, all blocks are vLLM's null block.
 
     Attributes:
         number: number by which workers know its page tables.
@@ -62,6 +67,16 @@ class KeptState:
     def blocks(self) -> tuple[KVCacheBlock, ...]:
         """All blocks, kept ones and tail."""
         return self.kept + self.tail
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether only host memory holds it."""
+        return any(block.is_null for block in self.blocks[:1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it stands for."""
+        return self.first_block * self.block_size + len(self.tokens)
 
     def num_common_tokens(self, request: Request) -> int:
         """Counts the leading tokens shared with a request that has the same compressed blocks.
@@ -139,12 +154,17 @@ class KeptStates:
 
     Attributes:
         block_pool: vLLM's block pool.
+        host: copies in host memory; None: evicted states are forgotten.
         stats: statistics of the step, in which states are counted.
     """
 
-    def __init__(self, block_pool: BlockPool) -> None:
+    def __init__(self, block_pool: BlockPool, host: HostCopies | None = None) -> None:
         self.block_pool = block_pool
+        self.host = host
         self.stats = StepStats()
+        self._transfers: list[HostTransfer | BlockCopy] = []
+        self._may_restore = True
+        self._superseded: set[int] = set()
         self._by_hash: dict[Hashable, list[KeptState]] = {}
         self._by_block: dict[int, list[KeptState]] = {}
         self._numbers = itertools.count()
@@ -221,6 +241,73 @@ class KeptStates:
             self.stats.conversations_continued += 1
             self.stats.continued_tokens += beginning.num_tokens
 
+    def supersede(self, state: KeptState) -> None:
+        """Keeps a state out of host memory whose conversation has been compressed further.
+
+        Only a branch of the conversation would begin with it. Contexts have no tail, and stay.
+        """
+        current = self._current(state.number, state.hashes[0])
+        if self.host is None or current is None or not state.tail:
+            return
+        self._superseded.add(state.number)
+        if current.is_spilled:
+            self._forget(current, EXTENDED)
+        else:
+            self.host.drop(state.number)
+
+    def restore(self, state: KeptState, spare: int) -> KeptState | None:
+        """Brings a state back from host memory into blocks that no request holds.
+
+        Args:
+            state: a spilled state.
+            spare: blocks that must be free beside its own.
+
+        Returns:
+            The state in its new blocks; None: there are not enough free ones.
+        """
+        count = len(state.blocks)
+        has_room = count + spare <= self.block_pool.get_num_free_blocks()
+        if self.host is None or not has_room or not self._may_restore:
+            return None
+        self.host.use(state.number)  # so that it goes last, if others need its host blocks
+        blocks = self.block_pool.get_new_blocks(count)
+        copy = self.host.use(state.number)
+        if copy is None:
+            self.block_pool.free_blocks(blocks)
+            return None
+        num_kept, ids = len(state.kept), tuple(block.block_id for block in blocks)
+        restored = replace(state, kept=tuple(blocks[:num_kept]), tail=tuple(blocks[num_kept:]))
+        back = HostTransfer(state.number, False, ids, copy.slots, num_kept, copy.block_ids)
+        self._transfers.append(back)
+        copy.block_ids = ids
+        self._replace(state, restored)
+        self.block_pool.unpin_blocks(blocks, self._evict)
+        self.stats.states_restored += 1
+        return restored
+
+    def forget_spilled(self) -> None:
+        """Forgets all states that only host memory holds."""
+        for state in list(itertools.chain.from_iterable(self._by_hash.values())):
+            if state.is_spilled:
+                self._forget(state, EVICTED)
+
+    def copy_block(self, source: KVCacheBlock, target: KVCacheBlock) -> None:
+        """Has workers copy a state's partial block, which nobody has to hold until they do.
+
+        Whoever is given the source later in this step writes to it after the copy.
+        """
+        self._transfers.append(BlockCopy(source.block_id, target.block_id))
+
+    def suspend_restores(self) -> None:
+        """Restores nothing in this step: blocks are free that workers still read in it."""
+        self._may_restore = False
+
+    def take_transfers(self) -> list[HostTransfer | BlockCopy]:
+        """Returns the copies that were decided since the last call."""
+        transfers, self._transfers = self._transfers, []
+        self._may_restore = True
+        return transfers
+
     def take_dropped(self) -> list[int]:
         """Returns the numbers of states that were dropped since the last call."""
         dropped, self._dropped = self._dropped, []
@@ -230,11 +317,18 @@ class KeptStates:
         """Checks that the index by block and the states agree.
 
         Raises:
-            InvariantError: a block is indexed for other states than those that have it.
+            InvariantError: a block is indexed for other states than those that have it, or copies
+                in host memory are not those of the states that need one.
         """
         expected: dict[int, set[int]] = {}
-        for state in itertools.chain.from_iterable(self._by_hash.values()):
-            for block in state.blocks:
+        states = list(itertools.chain.from_iterable(self._by_hash.values()))
+        if self.host is not None:
+            self.host.check_integrity({state.number for state in states})
+            copied = {copy.number for copy in self.host}
+            if lost := {each.number for each in states if each.is_spilled} - copied:
+                raise InvariantError(f"states {lost}: expected copies in host memory, found none.")
+        for state in states:
+            for block in () if state.is_spilled else state.blocks:
                 expected.setdefault(block.block_id, set()).add(state.number)
         indexed = {
             block_id: {state.number for state in states}
@@ -247,15 +341,65 @@ class KeptStates:
             )
 
     def _evict(self, block: KVCacheBlock) -> None:
-        """Forgets the states of a block that vLLM hands out or takes out of its cache."""
+        """Spills or forgets the states of a block that vLLM hands out or takes out of its cache."""
         for state in list(self._by_block.get(block.block_id, ())):
-            self._forget(state, EVICTED)
+            if not self._spill(state):
+                self._forget(state, EVICTED)
+
+    def _spill(self, state: KeptState) -> bool:
+        """Leaves a state to host memory alone, if that has room for it and it may be needed."""
+        if self.host is None or state.number in self._superseded:
+            return False
+        if self.host.use(state.number) is None:
+            if not self._make_room(len(state.blocks)):
+                return False
+            block_ids = tuple(block.block_id for block in state.blocks)
+            about = (state.number, state.hashes[0], state.num_tokens)
+            copy = self.host.add(*about, block_ids)
+            out = (state.number, True, copy.block_ids, copy.slots, len(state.kept))
+            self._transfers.append(HostTransfer(*out))
+        null = self.block_pool.null_block
+        kept, tail = (null,) * len(state.kept), (null,) * len(state.tail)
+        self._replace(state, replace(state, kept=kept, tail=tail))
+        self.stats.states_spilled += 1
+        return True
+
+    def _make_room(self, num_slots: int) -> bool:
+        """Frees host blocks, those of the least recently used copies first; False: too few."""
+        assert self.host is not None
+        if num_slots > self.host.num_slots:
+            return False
+        for copy in self.host if num_slots > self.host.num_free else ():
+            current = self._current(copy.number, copy.found_by)
+            if current is not None and current.is_spilled:
+                self._forget(current, HOST_FULL)
+            self.host.drop(copy.number)
+            if num_slots <= self.host.num_free:
+                break
+        return True
+
+    def _current(self, number: int, found_by: Hashable) -> KeptState | None:
+        """Returns a state as it is now, in the pool or not; None: it has been forgotten."""
+        known = self._by_hash.get(found_by, ())
+        return next((each for each in known if each.number == number), None)
+
+    def _replace(self, state: KeptState, moved: KeptState) -> None:
+        """Puts a state with other blocks in the place of the same state."""
+        known = self._by_hash[state.hashes[0]]
+        known[known.index(state)] = moved
+        for block in () if state.is_spilled else state.blocks:
+            _remove(self._by_block, block.block_id, state)
+        for block in () if moved.is_spilled else moved.blocks:
+            self._by_block.setdefault(block.block_id, []).append(moved)
 
     def _forget(self, state: KeptState, reason: str) -> None:
         self.stats.count_forgotten(reason)
         self._dropped.append(state.number)
+        self._superseded.discard(state.number)
+        if self.host is not None:
+            self.host.drop(state.number)
         _remove(self._by_hash, state.hashes[0], state)
-        for block in state.blocks:
+        for block in () if state.is_spilled else state.blocks:
             _remove(self._by_block, block.block_id, state)
 
 

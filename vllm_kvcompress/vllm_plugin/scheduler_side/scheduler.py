@@ -34,11 +34,12 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     LimitedCaching,
 )
 from vllm_kvcompress.vllm_plugin.scheduler_side.canary import CHUNK_TOKENS, Canary
+from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
 from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import SAFE_HISTORY, StateReuse
-from vllm_kvcompress.vllm_plugin.spec import QueryBuffers
+from vllm_kvcompress.vllm_plugin.spec import QueryBuffers, spill_slots, spilled_block_bytes
 from vllm_kvcompress.vllm_plugin.startup import compat, versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import engine_settings
@@ -61,6 +62,10 @@ _CAPACITY = (
 _CONVERSATIONS = (
     "What requests leave is kept for the next turn of their conversation, as long as there is no "
     "other use for its blocks (--kv-reuse-conversations %s%s%s)."
+)
+_SPILL = (
+    "Kept states whose blocks are needed are copied to %g GiB of host memory: %d blocks of %d "
+    "tokens per KV head (--kv-spill)."
 )
 _WINDOW = "; events look at new queries, so a turn of fewer than %d tokens reads old ones again"
 
@@ -94,7 +99,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
         self.table.reasoning = ReasoningEnd.of(self.vllm_config, self.spec.settings)
-        self.states = StateReuse(self.kv_cache_manager.block_pool)
+        self.states = StateReuse(self.kv_cache_manager.block_pool, self._host_copies())
         self.states.kept.stats = self._step_stats
         self._buffers = QueryBuffers.of(self.vllm_config, self.spec.settings).for_prompt_events
         self._check_reuse()
@@ -122,6 +127,13 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 "they depend on what is compressed; add --no-enable-prefix-caching."
             )
 
+    def _host_copies(self) -> HostCopies | None:
+        """Returns the bookkeeping of kept states in host memory; None: there is none."""
+        if self.spec.settings.spill is None:
+            return None
+        num_slots = spill_slots(self.vllm_config, self.spec)
+        return HostCopies(num_slots, spilled_block_bytes(self.vllm_config, self.spec))
+
     def _check_reuse(self) -> None:
         """Refuses options that share states or chunks, if the model has other kinds of layers."""
         settings = self.spec.settings
@@ -136,6 +148,14 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                     f"{option} needs a model of full-attention layers only: the others of this one "
                     "would have to read the tokens again; leave it out."
                 )
+        assert self.table is not None
+        keeps = settings.reuse_contexts or self.table.conversations(settings) is not None
+        if settings.spill is not None and not keeps:
+            raise UnsupportedError(
+                "--kv-spill: expected kept conversations, which need prefix caching and a model of "
+                "full-attention layers only, found neither these nor --kv-reuse-contexts; leave it "
+                "out."
+            )
 
     def _announce(self) -> None:
         """Logs at start-up what is compressed, and what that means for capacity."""
@@ -167,6 +187,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 _meaning_of_auto(settings.policy, rule) if how == "auto" else "",
                 _WINDOW % rule.needed_queries if rule.window_size else "",
             )
+        host = self.states.kept.host
+        if host is not None:
+            logger.info(_SPILL, settings.spill, host.num_slots, rule.block_size)
         versions.warn_of_version(logger)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -332,6 +355,13 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         begins_anew = reuse.state is None and reuse.context_hash is None
         self.table.open(request, begins_anew=begins_anew)
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Drops vLLM's cached prefixes and all kept states, those in host memory included."""
+        is_reset: bool = super().reset_prefix_cache(*args, **kwargs)
+        if is_reset and self.table is not None:
+            self.states.kept.forget_spilled()
+        return is_reset
+
     def free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Frees a request that has ended, after keeping its state for later ones."""
         if self.table is not None:
@@ -443,6 +473,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             step.resident_tokens += num_resident
             self._most_held_tokens = max(self._most_held_tokens, num_resident)
         step.most_held_tokens = self._most_held_tokens
+        if (host := self.states.kept.host) is not None:
+            step.spilled_states, step.spilled_tokens = len(host), host.num_tokens
+            step.spilled_bytes = host.num_bytes
         compat.attach_stats(stats, step.to_dict())
         return stats
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
+    from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
+
 
 SAFE_HISTORY = 1024  # compressed tokens of which measured heads forget next to nothing
 
@@ -39,14 +41,26 @@ class StateReuse:
         kept: the kept states.
     """
 
-    def __init__(self, block_pool: BlockPool) -> None:
-        self.kept = KeptStates(block_pool)
+    def __init__(self, block_pool: BlockPool, host: HostCopies | None = None) -> None:
+        self.kept = KeptStates(block_pool, host)
         self._saves: dict[str, int] = {}
 
     def find_beginning(
         self, request: Request, record: RequestCompression, num_cached: int = 0
     ) -> Beginning | None:
-        """Returns the state with the most tokens that a request can begin with, if any.
+        """Returns the state with the most tokens that a request can begin with, in the pool."""
+        best = self._best_beginning(request, record, num_cached)
+        if best is None or not best.state.is_spilled:
+            return best
+        size = best.state.block_size
+        num_new = ceil_div(record.ledger.num_prompt_tokens, size) - best.num_tokens // size
+        restored = self.kept.restore(best.state, spare=num_new)
+        return None if restored is None else replace(best, state=restored)
+
+    def _best_beginning(
+        self, request: Request, record: RequestCompression, num_cached: int
+    ) -> Beginning | None:
+        """Returns the same, where it lies in the pool or in host memory.
 
         A request that names a shared context begins with that. Others continue an earlier turn if
         this saves more than the `num_cached` tokens in the prefix cache do, in the way that the
@@ -149,6 +163,11 @@ class StateReuse:
         )
         self.kept.keep(use.state)
 
+    def supersede(self, record: RequestCompression) -> None:
+        """Marks the state that a request began with, once an event has compressed it further."""
+        if record.reuse.state is not None:
+            self.kept.supersede(record.reuse.state)
+
     def drop_unprocessed(self, held: GroupBlocks) -> None:
         """Drops the state that an event was to leave whose step has not been processed."""
         if held.event is not None and held.event.kept_as is not None:
@@ -158,7 +177,8 @@ class StateReuse:
     def take_unsent(self) -> StepPlan:
         """Returns what workers have not been told of states."""
         saves, self._saves = self._saves, {}
-        return StepPlan(saves=saves, dropped=self.kept.take_dropped())
+        dropped, transfers = self.kept.take_dropped(), self.kept.take_transfers()
+        return StepPlan(saves=saves, dropped=dropped, transfers=transfers)
 
 
 def compresses_anew(how: str | None, ledger: RequestLedger, num_compressed: int) -> bool:

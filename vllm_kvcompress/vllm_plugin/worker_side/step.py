@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import SparseReads
+from vllm_kvcompress.cache.host_blocks import HostBlocks
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows import ObservedQueries, PagedWindows
 from vllm_kvcompress.compression import guard
@@ -21,7 +22,7 @@ from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.compression.repetitions import Repetition
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.scheduling.plan import Observation, StepPlan
+from vllm_kvcompress.scheduling.plan import BlockCopy, Observation, StepPlan
 from vllm_kvcompress.vllm_plugin.startup import compat
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class GroupCompression:
         softcap: cap of the attention logits; 0: none.
         readers: sparse-read state; None: decode steps read everything.
         decode_steps: buffers that full CUDA graphs read; None: graphs are piecewise.
+        host: host memory that kept states are copied to; None: none.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class GroupCompression:
         self.readers = readers
         self.decode_steps = decode_steps
         self.sharing = dict(sharing or {})
+        self.host: HostBlocks | None = None
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
     @property
@@ -117,12 +120,22 @@ class GroupCompression:
         if self.readers is not None:
             self.readers.forget(request_id)
 
-    def copy(self, plan: StepPlan) -> None:
-        """Copies the saved blocks that requests will append to, before anything is written."""
-        adoptions = [each for each in plan.adoptions if each.group == self.group]
-        copies = [each.copied for each in adoptions if each.copied is not None]
-        if copies:
-            self.tables.pool.copy_blocks(copies)
+    def transfer(self, plan: StepPlan) -> None:
+        """Copies blocks of kept states, before anything is written in the step."""
+        policy_state = self.runner.policy_state
+        for each in plan.transfers:
+            if isinstance(each, BlockCopy):
+                self.tables.pool.copy_blocks([(each.source, each.target)])
+                policy_state.note_copied((), (each.target,))
+                continue
+            assert self.host is not None
+            if each.to_host:
+                self.host.store(each.blocks, each.slots)
+                continue
+            self.host.load(each.slots, each.blocks)
+            self.tables.move_saved(each.state, each.former, each.blocks)
+            policy_state.note_copied(each.blocks[: each.num_kept], each.blocks[each.num_kept :])
+            self.runner.forget_blocks(each.blocks)
 
     def begin_requests(self, plan: StepPlan) -> None:
         """Takes the ring buffers and saved states of requests that are new in the step."""

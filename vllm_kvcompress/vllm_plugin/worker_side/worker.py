@@ -59,6 +59,7 @@ class CompressionWorker(CompressingWorker, Worker):
         super().initialize_from_config(kv_cache_config)
         if self.compression is not None:
             self.compression.bind(self.model_runner, kv_cache_config)
+            self.compression.allocate_host_memory(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> Any:
         """Compiles what vLLM does, then provides the measured heads that policies lack."""

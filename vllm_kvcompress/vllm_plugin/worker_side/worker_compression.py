@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGrou
 
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import SparseReads
+from vllm_kvcompress.cache.host_blocks import HostBlocks
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.quantization import LayerScaled
@@ -43,6 +44,7 @@ from vllm_kvcompress.vllm_plugin.spec import (
     QueryBuffers,
     compressed_specs,
     page_bytes_of,
+    spill_slots,
 )
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
@@ -162,6 +164,14 @@ class WorkerCompression:
         for number, layers, spec in self.compressed_groups(kv_cache_config.kv_cache_groups):
             self.groups[number] = bound = self._bind_group(number, layers, spec)
             self.group_of_layer |= dict.fromkeys((*bound.layer_index, *bound.sharing), bound)
+
+    def allocate_host_memory(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates this rank's part of the host memory that kept states are copied to."""
+        if self.settings.spill is None:
+            return
+        for number, _, spec in self.compressed_groups(kv_cache_config.kv_cache_groups):
+            num_slots, group = spill_slots(self.vllm_config, spec), self.groups[number]
+            group.host = HostBlocks(group.tables.pool, num_slots)
 
     def compressed_groups(
         self, groups: list[KVCacheGroupSpec]
@@ -372,11 +382,12 @@ class WorkerCompression:
                 group.forget(request_id, plan.saves.get(request_id))
         self._scheduler_output = scheduler_output
         self._running = []
+        for group in self.groups.values():
+            group.transfer(plan)
         self._zero_reused_state_blocks(scheduler_output)
         for group in self.groups.values():
             written = blocks_to_write(scheduler_output, group.group, group.tables.pool.block_size)
             group.runner.forget_blocks(written)
-            group.copy(plan)
         if self.checks is not None:
             pools = [group.tables.pool for group in self.groups.values()]
             self.checks.begin_step(self._plan, pools)
