@@ -17,6 +17,8 @@ from tests.tiny_models import VOCABULARY, prompt
 MAX_TOKENS = 40
 AUTO = {"policy": "auto", "budget": 0.25, "min_answer_tokens": 0}
 PHASES = [[request("a", prompt(640, seed=1), 8)]]
+WATCH = "tests.engine.test_measured_heads:watch_heads"
+FP8_KERNELS = "tests.engine.fp8_kernels:vector_kernels"  # stand in where the CPU has none
 WORDS, START = range(4, VOCABULARY), [0]  # all but the tokenizer's special tokens
 
 
@@ -53,7 +55,7 @@ def run_measuring(run_engine: Run, tmp_path: Path) -> Run:
 
     def run(model: str, *phases: Any, **options: Any) -> dict[str, Any]:
         variables = {"VLLM_CACHE_ROOT": str(tmp_path), **options.pop("environment", {})}
-        options.setdefault("probes", ["tests.engine.test_measured_heads:watch_heads"])
+        options.setdefault("probes", [WATCH])
         settings = AUTO | options.pop("settings", {})
         chosen: dict[str, Any] = {"settings": settings, "environment": variables, **options}
         return run_engine(model, *(phases or (PHASES,)), **chosen)
@@ -177,7 +179,7 @@ def test_heads_that_cannot_be_measured_get_the_same(
         ("qwen3_moe", {}, 3),
         ("gemma3", {}, 2),
         ("qwen3_next", {"dtype": "bfloat16"}, 2),
-        ("llama", {"kv_cache_dtype": "fp8_e5m2"}, 3),
+        ("llama", {"kv_cache_dtype": "fp8_e5m2", "probes": [WATCH, FP8_KERNELS]}, 3),
     ],
 )
 def test_every_architecture_is_measured_as_it_is_served(

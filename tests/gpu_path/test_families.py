@@ -44,7 +44,7 @@ def check_outputs(found: dict[str, Any], expected: dict[str, Any], tolerance: fl
         pytest.param("gemma3", {}, IN_GRAPHS, 1e-4, id="sliding-windows-in-graphs"),
         pytest.param("gemma4", {}, {}, 1e-3, id="two-head-sizes"),
         pytest.param("gemma4", {}, IN_GRAPHS, 1e-3, id="two-head-sizes-in-graphs"),
-        pytest.param("gemma3n", {}, {}, 1e-4, id="shared-caches"),
+        pytest.param("gemma3n", {}, {}, 1e-3, id="shared-caches"),
         pytest.param("gpt_oss", {}, {}, 1e-4, id="sinks"),
         pytest.param("gpt_oss", {}, IN_GRAPHS, 1e-4, id="sinks-in-graphs"),
     ],
