@@ -21,6 +21,8 @@ HYBRID = {"dtype": "bfloat16", "enable_prefix_caching": False}
 # vLLM takes the library that fits the CPU, capped or not; that for avx512_bf16 asks oneDNN for what
 # a cap forbids. On a CPU without, vLLM takes one that does not ask.
 FORBIDDEN = "ONEDNN_MAX_CPU_ISA" in os.environ and torch.cpu._is_avx512_bf16_supported()
+# One step of Gemma 3n amplifies rounding a hundredfold: 2.3e-4 were seen with AVX2 alone.
+SHARED = 1e-4 if torch.cpu._is_avx512_supported() else 1e-3
 CAPPED = pytest.mark.skipif(FORBIDDEN, reason="ONEDNN_MAX_CPU_ISA forbids what vLLM asks it for")
 
 
@@ -44,7 +46,7 @@ def check_outputs(found: dict[str, Any], expected: dict[str, Any], tolerance: fl
         pytest.param("gemma3", {}, IN_GRAPHS, 1e-4, id="sliding-windows-in-graphs"),
         pytest.param("gemma4", {}, {}, 1e-3, id="two-head-sizes"),
         pytest.param("gemma4", {}, IN_GRAPHS, 1e-3, id="two-head-sizes-in-graphs"),
-        pytest.param("gemma3n", {}, {}, 1e-3, id="shared-caches"),
+        pytest.param("gemma3n", {}, {}, SHARED, id="shared-caches"),
         pytest.param("gpt_oss", {}, {}, 1e-4, id="sinks"),
         pytest.param("gpt_oss", {}, IN_GRAPHS, 1e-4, id="sinks-in-graphs"),
     ],
