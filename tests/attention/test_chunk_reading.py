@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.attention.test_reading import HEAD_SIZE, HEADS, KINDS, SIZE, chosen, products, small_pool
-from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.attention.batch import CompressedRows, ResidentBatch
 from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.kernels import page_choice
@@ -43,10 +43,14 @@ def test_many_queries_choose_together(monkeypatch: pytest.MonkeyPatch, score: st
 
 def batch_of(found: SparseReads, names: list[str], lengths: list[int]) -> ResidentBatch:
     """All requests that have a page table."""
-    rows = np.array([row for row, name in enumerate(names) if name in found.tables.slots])
+    tables = found.tables.slots
+    compressed = CompressedRows.of(
+        np.array([row if name in tables else -1 for row, name in enumerate(names)]),
+        torch.device("cpu"),
+    )
+    rows = compressed.rows
     return ResidentBatch(
-        *(rows, rows[:0], rows),
-        *(torch.from_numpy(each) for each in (rows, rows[:0], rows)),
+        **vars(compressed),
         page_table=torch.arange(len(rows) * HEADS * 16, dtype=torch.int32).view(1, -1, 16),
         seq_lens=torch.tensor([lengths[row] for row in rows for _ in range(HEADS)])[None].int(),
         resident_offset=torch.zeros(1, len(rows), HEADS, dtype=torch.int32),

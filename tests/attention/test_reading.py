@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.attention.batch import CompressedRows, ResidentBatch
 from vllm_kvcompress.attention.reading import SparseReads, summary_kind
 from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
 from vllm_kvcompress.cache.page_tables import PageTables
@@ -351,10 +351,8 @@ def test_requests_of_one_step_read_different_parts() -> None:
     found = readers()
     found.register_plans({"b": own(found, 1.0), "c": own(found, 0.5)})
     lengths = torch.tensor([[46, 46, 17, 17, 46, 18]], dtype=torch.int32)
-    rows = np.arange(3)
     batch = ResidentBatch(
-        *(rows, rows[:0], rows),
-        *(torch.from_numpy(each) for each in (rows, rows[:0], rows)),
+        **vars(CompressedRows.of(np.arange(3), torch.device("cpu"))),
         page_table=torch.arange(6 * 12, dtype=torch.int32).view(1, 6, 12),
         seq_lens=lengths,
         resident_offset=torch.zeros(1, 3, 2, dtype=torch.int32),
