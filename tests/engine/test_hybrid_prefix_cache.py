@@ -15,7 +15,12 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionMixin
 
 CHECKED = {"KVCOMPRESS_CHECK": "1"}
-STATES = {"dtype": "bfloat16", "environment": CHECKED}  # of gated delta nets, by 96 tokens
+# Of gated delta nets, by 96 tokens; on some CPUs vLLM else takes float32, by 160.
+STATES = {
+    "dtype": "bfloat16",
+    "mamba_ssm_cache_dtype": "bfloat16",
+    "environment": CHECKED,
+}
 SCHEDULERS = "vllm_kvcompress.vllm_plugin.scheduler_side.scheduler"
 # Tokens between which every block of sliding windows, and every state, is cached; vLLM's default is
 # 0, for the prompt's last ones alone. Of attention within chunks all blocks are.
