@@ -22,7 +22,8 @@ class Step:
         ended: seconds since the start.
         seconds, attention_seconds, scheduler_seconds: its duration, and that of attention (where
             it is timed) and of `schedule` and `update_from_output`.
-        decoded: new tokens of a step that reads no prompt, one for each request; 0 for others.
+        decoded: new tokens of a step that reads no prompt: one for each request, and accepted
+            drafts; 0 for others.
         running: requests in the step.
         usage: share of the pool in use.
     """
@@ -64,7 +65,8 @@ class Driver:
         self._scheduler_seconds = 0.0
         self._started = 0.0
         self._requests_in_step = 0
-        self._tokens_in_step = 0
+        self._only_decodes = False
+        self._num_replied = 0
 
     def run(self, arrivals: list[Arrival]) -> None:
         """Serves all requests to their ends."""
@@ -95,7 +97,9 @@ class Driver:
         def counted(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             self._requests_in_step = len(output.num_scheduled_tokens)
-            self._tokens_in_step = output.total_num_scheduled_tokens
+            drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            num_tokens = output.total_num_scheduled_tokens
+            self._only_decodes = num_tokens == self._requests_in_step + drafts
             self._preemptions += len(output.preempted_req_ids or ())
             return output
 
@@ -160,18 +164,22 @@ class Driver:
         now = self._now()
         self._events += len(getattr(self._worker, "last_event_seconds", ()))
         self._outputs |= {output.request_id: output for output in outputs}
-        only_decodes = self._tokens_in_step == self._requests_in_step
+        former, self._num_replied = self._num_replied, self._count_replied()
         step = Step(
             ended=now,
             seconds=now - started,
             attention_seconds=self._attention_seconds,
             scheduler_seconds=self._scheduler_seconds,
-            decoded=self._requests_in_step if only_decodes else 0,
+            decoded=self._num_replied - former if self._only_decodes else 0,
             running=self._requests_in_step,
             usage=self._scheduler.kv_cache_manager.usage,
         )
         self._steps.append(step)
         return {output.request_id for output in outputs if output.finished}
+
+    def _count_replied(self) -> int:
+        """Counts the tokens that have been generated so far."""
+        return sum(len(output.outputs[0].token_ids) for output in self._outputs.values())
 
     def _now(self) -> float:
         return time.perf_counter() - self._started
