@@ -267,6 +267,12 @@ class Settings(Options):
         "1.0, which reads everything",
         "F",
     )
+    draft: str | None = option(
+        None,
+        "have the model [draft](#drafting) tokens that read a part of the cache, `quest:0.1` of "
+        "each head's pages, and verify them reading all: outputs as without; needs no --kv-policy",
+        "R",
+    )
     attention: Literal["auto", "flash", "triton", "own"] = option(
         "auto",
         "[kernels for attention on GPUs](gpu.md#attention): `flash` or `triton` (vLLM's), `own` "
@@ -319,6 +325,13 @@ class Settings(Options):
         if read is not None:
             ReadRule.parse(read)
         return read
+
+    @field_validator("draft")
+    @classmethod
+    def _check_draft(cls, draft: str | None) -> str | None:
+        if draft is not None and ReadRule.parse(draft).prefill_tokens:
+            raise ValueError(f'"{draft}": prompts are always read in full; leave out prefill.')
+        return draft
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -467,6 +480,11 @@ class Settings(Options):
         """How much of the cache decode steps read; None: everything."""
         return None if self.read is None else ReadRule.parse(self.read, self.read_min_tokens)
 
+    @property
+    def draft_rule(self) -> ReadRule | None:
+        """How much of the cache draft steps read; None: nothing is drafted."""
+        return None if self.draft is None else ReadRule.parse(self.draft)
+
     def request_read_rule(self, read: float | None) -> ReadRule | None:
         """The read rule of a request that asks for fraction `read`; ConfigError: it may not."""
         rule = self.read_rule
@@ -542,6 +560,8 @@ class Settings(Options):
         if self.read_rule is not None:
             prompts = " and prompts" if self.read_rule.prefill_tokens else ""
             text += f"; decode steps{prompts} read {self.read}"
+        if self.draft is not None:
+            text += f"; drafts read {self.draft}, and are verified"
         if self.prompts is not None:
             text += f"; {self.prompts}"
         if self.promised_loss is not None and self.budget == 1.0:
@@ -627,7 +647,7 @@ class Settings(Options):
     @property
     def acts(self) -> bool:
         """Whether any request is served otherwise than by stock vLLM."""
-        return self.may_compress or self.read is not None
+        return self.may_compress or self.read is not None or self.draft is not None
 
     @property
     def ceilings(self) -> tuple[int, ...]:

@@ -63,6 +63,12 @@ def build_engine(scenario: dict[str, Any]) -> Any:
             "worker_cls": f"{PLUGIN}.worker_side.cpu_worker.CompressionCPUWorker",
             **arguments,
         }
+    if (scenario.get("settings") or {}).get("draft"):
+        from vllm_kvcompress.config import Settings
+        from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
+
+        given = plugin_options(Settings.from_dict(scenario["settings"]))
+        arguments.setdefault("speculative_config", json.loads(given["speculative_config"]))
     if not scenario.get("asynchronous"):
         return LLM(scenario["model"], **arguments).llm_engine
     config = EngineArgs(scenario["model"], **arguments).create_engine_config()

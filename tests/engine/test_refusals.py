@@ -157,6 +157,33 @@ def test_speculative_methods_and_triggers_beside_them_are_checked(
 
 
 @pytest.mark.parametrize(
+    ("settings", "options", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"speculative_config": None}, "needs --speculative-config .*SelfDrafts.*add it"),
+        ({"policy": "adakv", "budget": 0.5}, {}, "policies evict.*remove --kv-draft, or"),
+        ({"request_policies": ["snapkv"], "budget": 0.5}, {}, "or --kv-policy and --kv-allow"),
+        ({"read": "quest:0.5"}, {}, "--kv-read has decode steps read a part; remove one"),
+        ({}, {"tensor_parallel_size": 2}, "different numbers of drafts; use one rank"),
+        ({}, {"enable_lora": True}, "without adapters; remove --enable-lora"),
+    ],
+    ids=["none", "speculation", "policy", "request", "read", "ranks", "lora"],
+)
+def test_what_drafts_by_the_model_itself_exclude(
+    llama: str, settings: dict[str, Any], options: dict[str, Any], reason: str | None
+) -> None:
+    settings = {"policy": "none", "draft": "quest:0.1", **settings}
+    given = plugin_options(Settings.from_dict(settings))["speculative_config"]
+    options = {"speculative_config": json.loads(given), **options}
+    config = engine_config(llama, settings, **options)
+    if reason is None:
+        assert check_engine(config).draft == "quest:0.1"
+        return
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"policy": "kvmerger"}, "kvmerger corrects attention.*such as adakv, or remove --kv-read"),
@@ -441,6 +468,7 @@ def test_what_does_not_take_sinks_into_account_is_refused(llama: str) -> None:
     for settings, reason in (
         (Settings(policy="momentkv", budget=0.5), "sinks, which momentkv does not.*such as adakv"),
         (Settings(policy="keydiff", budget=0.5, read="quest:0.25"), "sinks.*remove --kv-read"),
+        (Settings(policy="none", draft="quest:0.1"), "sinks.*remove --kv-draft"),
     ):
         with pytest.raises(UnsupportedError, match=rf"layers.0.attn has attention {reason}"):
             check_layer(layer, settings, False, resolve_settings(settings))

@@ -35,24 +35,25 @@ class SparseRead:
             pages that are chosen.
         pages: all pages of their sequences in every layer, and how many of them are read.
         choice: how pages are chosen.
+        summaries: key summaries by which they are.
     """
 
     batch: ResidentBatch
     pages: PageLists
     choice: Choice
+    summaries: PageSummaries
 
-    def choose(self, layer: int, queries: Tensor, readers: SparseReads) -> Tensor:
+    def choose(self, layer: int, queries: Tensor) -> Tensor:
         """Returns the [sequences, most] int32 pages that a layer reads.
 
         Args:
             layer: layer of the cache group.
             queries: [sequences * m, group, head_size] m queries of each sequence, sequence after
                 sequence; they share what they read.
-            readers: the sparse-read state of the group.
         """
         pages = self._layers[layer]
         queries = queries.reshape(len(pages.num_pages), -1, queries.shape[2])
-        summaries = readers.summaries
+        summaries = self.summaries
         return choose_pages(queries, summaries.vectors, pages, self.choice, summaries.scales)
 
     @cached_property
@@ -176,7 +177,7 @@ class SparseReads:
         )
         choice = Choice(most, rule.num_first(size), rule.num_last(size), rule.num_means)
         pages = PageLists(batch.page_table, num_pages, num_read.to(torch.int32))
-        return SparseRead(part, pages, choice)
+        return SparseRead(part, pages, choice, self.summaries)
 
     def warm_up(self, queries_per_kv: int) -> None:
         """Compiles the kernel by choosing pages once."""

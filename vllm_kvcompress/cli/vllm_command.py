@@ -121,7 +121,7 @@ def _checked_settings(merged: dict[str, Any], arguments: Sequence[str]) -> Setti
     Raises:
         ConfigError: a setting is wrong, the profile is missing, or the plugin is not loaded.
     """
-    if merged.get("read") is not None or merged.get("prompts"):
+    if any(merged.get(name) for name in ("read", "draft", "prompts")):
         merged.setdefault("policy", NO_POLICY)
     elif not merged or (merged.get("policy") == NO_POLICY and not merged.get("request_policies")):
         return None

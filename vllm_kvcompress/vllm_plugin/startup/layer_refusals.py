@@ -117,11 +117,12 @@ def _reasons_of_sinks(
 ) -> Iterator[str]:
     """Yields a refusal for everything that does not work where a layer has attention sinks."""
     name = f"{layer.layer_name} has attention sinks"
-    if settings.read is not None:
-        yield (
-            f"{name}, which only this package's kernels take by head, while --kv-read uses vLLM's; "
-            "remove --kv-read."
-        )
+    for option, value in (("--kv-read", settings.read), ("--kv-draft", settings.draft)):
+        if value is not None:
+            yield (
+                f"{name}, which only this package's kernels take by head, while {option} uses "
+                f"vLLM's; remove {option}."
+            )
     if layer.kv_cache_dtype not in PLAIN_TYPES:
         yield (
             f"{name}, which only this package's kernels take by head, and those do not read a "

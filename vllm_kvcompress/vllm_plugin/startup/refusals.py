@@ -58,6 +58,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_options(vllm_config),
         _reasons_of_shadow(vllm_config, settings),
         quantized.reasons_against(vllm_config, settings),
+        _reasons_of_drafting(vllm_config, settings),
         _reasons_of_speculation(vllm_config, settings),
     )
     for reason in reasons:
@@ -331,4 +332,57 @@ def _reasons_of_speculation(config: VllmConfig, settings: Settings) -> Iterator[
         yield (
             "speculative decoding with --kv-read: pages are chosen for one query of a request, "
             "and drafts bring several; remove one of the two."
+        )
+
+
+def _reasons_of_drafting(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a refusal for everything that does not work with drafts by the model itself."""
+    if settings.draft is None:
+        return
+    given = compat.plugin_options(settings)["speculative_config"]
+    if getattr(config.speculative_config, "model", None) != compat.DRAFTS:
+        yield (
+            f"--kv-draft needs --speculative-config '{given}', which `vllm-kvcompress serve` "
+            "gives; add it, or remove --kv-draft."
+        )
+    if config.device_config.device_type != "cpu":
+        yield (
+            "--kv-draft: draft steps run on CPUs, and have no CUDA graphs, without which they "
+            "would take as long as the steps that they save; remove --kv-draft, or use "
+            "--speculative-config with ngram."
+        )
+    if settings.may_compress:
+        yield (
+            "--kv-draft drafts for requests that hold everything, and policies evict; remove "
+            "--kv-draft, or --kv-policy and --kv-allow-request-policies."
+        )
+    if settings.read is not None:
+        yield (
+            "--kv-draft verifies what it drafts reading everything, and --kv-read has decode steps "
+            "read a part; remove one of the two."
+        )
+    yield from _reasons_of_drafting_models(config)
+
+
+def _reasons_of_drafting_models(config: VllmConfig) -> Iterator[str]:
+    """Yields a refusal for models and processes that cannot run a step outside of vLLM's."""
+    parallel, model = config.parallel_config, config.model_config
+    ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if max(*ranks, parallel.data_parallel_size) > 1:
+        yield (
+            "--kv-draft measures what drafting saves, by which ranks could come to different "
+            "numbers of drafts; use one rank, or remove --kv-draft."
+        )
+    if config.lora_config is not None:
+        yield "--kv-draft runs draft steps without adapters; remove --enable-lora, or --kv-draft."
+    multimodal = model.multimodal_config
+    if model.uses_mrope or (multimodal is not None and not multimodal.language_model_only):
+        yield (
+            "--kv-draft feeds tokens of text at their positions, which models for images count "
+            "otherwise; serve text alone with --language-model-only, or remove --kv-draft."
+        )
+    if num_sharing_layers(model):
+        yield (
+            f"{model.architecture} has layers that read the caches of earlier ones, and --kv-draft "
+            "chooses pages for the queries of one layer; remove --kv-draft."
         )

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
+from vllm_kvcompress.attention.drafting import DraftReads
 from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.host_blocks import HostBlocks
+from vllm_kvcompress.cache.page_summaries import PageSummaries
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows import ObservedQueries, PagedWindows
 from vllm_kvcompress.compression import guard
@@ -75,6 +77,7 @@ class GroupCompression:
         softcap: cap of the attention logits; 0: none.
         readers: sparse-read state; None: decode steps read everything.
         decode_steps: buffers that full CUDA graphs read; None: graphs are piecewise.
+        drafts: what draft steps read; None: there are none.
         host: host memory that kept states are copied to; None: none.
     """
 
@@ -97,6 +100,7 @@ class GroupCompression:
         self.readers = readers
         self.decode_steps = decode_steps
         self.sharing = dict(sharing or {})
+        self.drafts: DraftReads | None = None
         self.host: HostBlocks | None = None
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
@@ -104,6 +108,12 @@ class GroupCompression:
     def tables(self) -> PageTables:
         """The page tables of the group's compressed requests."""
         return self.runner.tables
+
+    @property
+    def summaries(self) -> PageSummaries | None:
+        """Key summaries of the group's pages; None: every step reads everything."""
+        readers = self.readers if self.drafts is None else self.drafts.readers
+        return None if readers is None else readers.summaries
 
     def numbers_of(self, name: str) -> tuple[int, int]:
         """Returns the numbers of the layer whose pages a layer reads, and of its ring buffers."""
@@ -119,6 +129,8 @@ class GroupCompression:
         self.runner.repetitions.forget(request_id)
         if self.readers is not None:
             self.readers.forget(request_id)
+        if self.drafts is not None:
+            self.drafts.forget(request_id)
 
     def transfer(self, plan: StepPlan) -> None:
         """Copies blocks of kept states, before anything is written in the step."""
@@ -173,7 +185,10 @@ class GroupCompression:
         """Prepares everything that the layers of the group share in this step."""
         lengths, blocks = compat.host_lengths(common), common.block_table_tensor
         starts = common.query_start_loc_cpu.numpy()
-        filled = self._prepare_reads(plan, request_ids, lengths, np.diff(starts), blocks)
+        self._prepare_reads(plan, request_ids, lengths, np.diff(starts))
+        filled = None
+        if self.summaries is not None:
+            filled = self._filled_blocks(lengths, np.diff(starts), blocks)
         compressed = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
         work = StepWork(compressed=compressed, filled=filled, decodes=self._decodes(common))
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
@@ -205,15 +220,13 @@ class GroupCompression:
         request_ids: list[str],
         lengths: HostNumbers,
         num_queries: HostNumbers,
-        blocks: Tensor,
-    ) -> Tensor | None:
-        """Updates the sparse-read state, and returns the blocks to summarise, if there are any."""
+    ) -> None:
+        """Updates the sparse-read state, if there is one."""
         if self.readers is None:
-            return None
+            return
         reads = {name: new.read for name, new in plan.requests.items() if new.read is not None}
         self.readers.register_plans(reads)
         self.readers.admit(request_ids, lengths, num_queries)
-        return self._filled_blocks(lengths, num_queries, blocks)
 
     def prepare_dummy(self, common: CommonAttentionMetadata) -> StepWork | None:
         """Prepares a dummy batch, which vLLM may be capturing; None: it needs no work."""
@@ -279,8 +292,8 @@ class GroupCompression:
 
         The step's keys are in the cache; requests may read blocks that others filled in it.
         """
-        if self.readers is not None and work.filled is not None:
-            self.readers.summaries.fill_blocks(layer, work.filled)
+        if self.summaries is not None and work.filled is not None:
+            self.summaries.fill_blocks(layer, work.filled)
 
     def finish_layer(
         self,

@@ -14,6 +14,7 @@ from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
+from vllm_kvcompress.vllm_plugin.worker_side.drafting import Drafter
 from vllm_kvcompress.vllm_plugin.worker_side.measured_heads import NONE, provide_heads
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
@@ -60,6 +61,8 @@ class CompressionWorker(CompressingWorker, Worker):
         if self.compression is not None:
             self.compression.bind(self.model_runner, kv_cache_config)
             self.compression.allocate_host_memory(kv_cache_config)
+            if self.compression.settings.draft_rule is not None:
+                self.compression.drafter = Drafter.of(self.compression, self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
         """Compiles what vLLM does, then provides the measured heads that policies lack."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.config import VllmConfig
@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from vllm_kvcompress.attention.batch import HostNumbers
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.host_blocks import HostBlocks
@@ -66,6 +67,16 @@ _FAILED = (
 )
 
 
+class Drafts(Protocol):
+    """Drafts tokens behind the worker's steps."""
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes what the step verifies."""
+
+    def propose(self, sampled: list[list[int]], num_tokens: HostNumbers) -> list[list[int]]:
+        """Returns drafts for every row of the batch, of [any] `num_tokens` tokens."""
+
+
 class WorkerCompression:
     """Runs the scheduler's plans in a worker: begins a step, prepares its groups, ends it.
 
@@ -83,6 +94,7 @@ class WorkerCompression:
         max_split_sequences: most sequences (one per KV head of each compressed request) that
             vLLM's kernels take in a step without waiting for the longest; None: any number.
         checks: block checks of the debug mode; None: it is off.
+        drafter: drafts tokens with the model itself; None: it is not asked to.
     """
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
@@ -98,6 +110,7 @@ class WorkerCompression:
         self.recent_events = RecentEvents()
         self.max_split_sequences: int | None = None
         self.checks = WorkerChecks() if switched_on() else None
+        self.drafter: Drafts | None = None
         self._model_runner: Any = None
         self._profiled_runner: Any = None
         self._plan: StepPlan | None = None
@@ -359,8 +372,9 @@ class WorkerCompression:
     def warm_up_readers(self) -> None:
         """Runs the kernels that choose pages once; they are compiled on CPUs, too."""
         for group in self.groups.values():
-            if group.readers is not None:
-                group.readers.warm_up(self.num_query_heads // group.tables.pool.num_heads)
+            readers = group.readers if group.drafts is None else group.drafts.readers
+            if readers is not None:
+                readers.warm_up(self.num_query_heads // group.tables.pool.num_heads)
 
     def refresh_weights(self) -> None:
         """Reads what policies need of the model's weights from the weights again."""
@@ -380,6 +394,8 @@ class WorkerCompression:
         for request_id in compat.gone_request_ids(scheduler_output):
             for group in self.groups.values():
                 group.forget(request_id, plan.saves.get(request_id))
+        if self.drafter is not None:
+            self.drafter.begin_step(scheduler_output)
         self._scheduler_output = scheduler_output
         self._running = []
         for group in self.groups.values():

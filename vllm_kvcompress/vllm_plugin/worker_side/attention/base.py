@@ -205,6 +205,16 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
             setattr(metadata, _ATTRIBUTE, compressed)
         return metadata
 
+    def build_draft(self, common: CommonAttentionMetadata, reads: list[SparseRead]) -> Any:
+        """Builds vLLM's metadata of a draft step, whose requests all read a part."""
+        metadata, starts = self.build_all(common), common.query_start_loc_cpu.numpy()
+        work = StepWork(compressed=[read.batch for read in reads])
+        parts = [self.per_head(read.batch, metadata, common, starts, read) for read in reads]
+        setattr(
+            metadata, _ATTRIBUTE, CompressedMetadata(work, common.num_actual_tokens, per_head=parts)
+        )
+        return metadata
+
     def _build_compressed(
         self, work: StepWork, metadata: Any, common: CommonAttentionMetadata
     ) -> CompressedMetadata:
@@ -401,8 +411,8 @@ class CompressedImpl(AttentionImpl[Any]):
         shape = (-1, self.num_heads // self.num_kv_heads, self.head_size)
         heads, out_heads = rows.reshape(shape), out_rows.view(shape)
         with selected_rows(subset.where, heads, out_heads) as (queries, outputs):
-            if reading is not None and group.readers is not None:
-                subset.metadata.block_table = reading.choose(index, queries, group.readers)
+            if reading is not None:
+                subset.metadata.block_table = reading.choose(index, queries)
             # Keys and values are in the cache already; these arguments are not read.
             self._per_head.forward(
                 layer, queries, queries, queries, cache, subset.metadata, outputs
