@@ -11,6 +11,11 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 # Threads that wait for others leave the core to whoever else is tested.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 cd "$root"
-# A file's tests share servers and engines, so they stay in one process; tests/conftest.py orders them.
-[[ $# -gt 0 ]] || set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder
+if [[ $# -eq 0 ]]; then
+    # A file's tests share servers and engines, so they stay in one process; tests/conftest.py orders them.
+    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder
+    # Each process has a core: threads that share one with the other's wait for it at every operator.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
+fi
 exec .venv/bin/python -m pytest "$@"
