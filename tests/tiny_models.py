@@ -78,6 +78,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
         **EXPERTS,
     },
+    # MLA: one latent row per token; vLLM's kernel for CPUs takes rows of 512 + 64 elements. Without
+    # YaRN, vLLM's operator for CPUs rotates queries of several heads as if they were of one.
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
     # Attention sinks in full and sliding-window layers.
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -125,6 +154,8 @@ def build(
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             parameter.data.mul_(8)
         if name.endswith("q_norm.weight"):  # where there is one, the projection's size is nothing
+            parameter.data.mul_(8)
+        if name.endswith("kv_b_proj.weight"):
             parameter.data.mul_(8)
         if name.endswith("sinks"):
             parameter.data.uniform_(1, 4)

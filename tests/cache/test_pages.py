@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.cache.page_order import find_packing, known_packings
-from vllm_kvcompress.cache.pages import VALUES, InterleavedPagePool, PackedPagePool, flat_pages
+from vllm_kvcompress.cache.pages import (
+    KEYS,
+    VALUES,
+    InterleavedPagePool,
+    LatentPagePool,
+    PackedPagePool,
+    flat_pages,
+)
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 
 SIZES = [(16, 32), (32, 32), (32, 80), (128, 64), (4, 6)]
@@ -148,6 +155,28 @@ def test_interleaved_pages_read_back_and_leave_others_alone() -> None:
     for page in range(16):
         if page not in where:
             assert torch.equal(pool.pages[page], before[page])
+
+
+def test_latent_rows_are_keys_and_their_beginnings_values() -> None:
+    """Two layers of one row of 6 elements per token, of which 4 are the value."""
+    cache = torch.arange(3 * 2 * 4 * 6, dtype=torch.float32).view(3, 2, 4, 6)
+    pages, per_block, offsets = flat_pages([cache[:, layer][:, None] for layer in range(2)])
+    layers = torch.tensor(offsets)
+    pool = LatentPagePool(pages, per_block, layers, 1, 4, 6, value_size=4)
+    assert pool.cache_of_one_head.shape == (6, 1, 4, 6)
+    page, zeros = pool.layer_page_ids(1, torch.tensor([2]))[0], torch.zeros(1, 2)
+    row = cache[2, 1, 3].clone()
+    token = torch.tensor([3])
+    assert torch.equal(pool.keys(page, 1)[0, 3], row)
+    assert torch.equal(pool.values(page, 1)[0, 3], torch.cat((row[:4], zeros[0])))
+    assert torch.equal(pool.take(page, token, KEYS)[0], row)
+    assert torch.equal(pool.take(page, token, VALUES), torch.cat((row[None, :4], zeros), dim=1))
+    assert torch.equal(cache[2, 1, 3], row), "reading a value changes no row"
+    pool.put(page, token, KEYS, torch.full((1, 6), -1.0))
+    pool.write(page - 1, torch.full((1, 4, 6), -2.0))
+    assert bool((cache[2, 1, 3] == -1).all())
+    assert bool((cache[2, 0] == -2).all())
+    assert int((cache < 0).sum()) == 6 + 24
 
 
 def test_entries_are_the_tokens_of_a_page_table() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,10 @@ from vllm_kvcompress.vllm_plugin.startup.compat import (
     shared_caches,
     view_scales,
 )
+from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     check_groups,
+    check_latents,
     check_layer,
     check_page_sizes,
 )
@@ -43,9 +47,9 @@ MLA = {
     "n_routed_experts": 4,
     "first_k_dense_replace": 2,
     "q_lora_rank": None,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "max_position_embeddings": 512,
 }
@@ -332,6 +336,16 @@ def test_fp8_scales_per_head_are_refused() -> None:
         cache_scales([layer])
 
 
+def test_latent_layers_that_the_configuration_does_not_tell_of_are_refused() -> None:
+    layers = [SimpleNamespace(layer_name="layers.0.attn", kv_lora_rank=512)]
+    model: Any = SimpleNamespace(use_mla=False, architecture="SarvamMLAForCausalLM")
+    with pytest.raises(
+        UnsupportedError, match=r"layers.0.attn is an MLA layer.*serve this model without"
+    ):
+        check_latents(layers, model)
+    check_latents([SimpleNamespace(layer_name="layers.0.attn")], model)
+
+
 @pytest.mark.parametrize("settings", [None, {"policy": "none", "budget": 0.5}])
 def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any) -> None:
     check_engine(engine_config(llama, settings, kv_cache_dtype="int8_per_token_head"))
@@ -340,12 +354,11 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (MLA, "MLA models keep one latent vector per token.*use a model with grouped-query"),
         (PREFIX_LM, "all tokens of an image see each other.*text alone with --language-model-only"),
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
         (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
     ],
-    ids=["latent", "prefix-LM", "attention-free", "ALiBi"],
+    ids=["prefix-LM", "attention-free", "ALiBi"],
 )
 def test_models_that_cannot_be_compressed_are_refused(
     tmp_path: Path, model: dict[str, Any], reason: str
@@ -513,3 +526,43 @@ def test_dual_batch_overlap_is_refused(llama: str) -> None:
     config.parallel_config.enable_dbo = True
     with pytest.raises(UnsupportedError, match=r"dual batch overlap.*remove --enable-dbo"):
         check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "reason"),
+    [
+        ({}, {}, None),
+        ({"policy": "adakv+criticalkv"}, {}, None),
+        ({"policy": "kvmerger"}, {}, "kvmerger merges keys and values.*spans or snapkv"),
+        ({"policy": "expected"}, {}, "expected predicts later queries.*another policy"),
+        ({"policy": "snapkv+obcache"}, {}, "weighs values of heads as they are cached"),
+        ({"read": "quest:0.25"}, {}, "latent rows are not; remove --kv-read"),
+        ({}, {"model_config.hf_text_config.index_topk": 8}, "its indexer.*so serve it without"),
+        ({}, {"device_config.device_type": "cuda"}, "CPUs alone.*serve this model without"),
+        ({}, {"cache_config.cache_dtype": "fp8"}, "does not read on CPUs; use .* auto"),
+        ({}, {"parallel_config.tensor_parallel_size": 2}, "use --tensor-parallel-size 1"),
+        ({}, {"attention_config.backend": None}, "has AMX.*--attention-backend CPU_MLA"),
+    ],
+)
+def test_what_latent_rows_do_not_allow_is_refused(
+    tmp_path: Path,
+    settings: dict[str, Any],
+    changes: dict[str, Any],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLA keeps one row per token, which is the key of all query heads, and their value."""
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    given = {**SETTINGS, **settings}
+    options = {"skip_tokenizer_init": True, "attention_backend": "CPU_MLA"}
+    config = engine_config(str(tmp_path), given, **options)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    for path, value in changes.items():
+        *owners, name = path.split(".")
+        setattr(reduce(getattr, owners, config), name, value)
+    found = list(reasons_against_latents(config, Settings.from_dict(given)))
+    if reason is None:
+        check_engine(config)
+        assert not found
+    else:
+        assert re.search(reason, found[0]), found

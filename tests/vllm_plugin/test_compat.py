@@ -9,8 +9,10 @@ import pkgutil
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_kvcompress import vllm_plugin
@@ -83,3 +85,18 @@ def test_hooks_hide_no_public_name_of_vllm() -> None:
         *("find_prefix_hit", "preempt", "free_request"),
     }
     assert not hooks & set(dir(AsyncScheduler))
+
+
+def test_projections_of_latent_values_go_through_the_values_of_heads() -> None:
+    """A cached row of an MLA layer has two latent elements, and a rotated key behind them."""
+    up_values, outputs = torch.randn(3, 2, 4), torch.randn(3, 4, 5)  # by query head
+    layer = SimpleNamespace(kv_lora_rank=2, head_size=6, W_UV=up_values)
+    found = compat.of_cached_values(layer, outputs)
+    assert found.shape == (3, 6, 5)
+    row = torch.randn(6)
+    for head in range(3):
+        value = [sum(float(row[i] * up_values[head, i, j]) for i in range(2)) for j in range(4)]
+        for place in range(5):
+            expected = sum(value[j] * float(outputs[head, j, place]) for j in range(4))
+            assert float(row @ found[head, :, place]) == pytest.approx(expected, abs=1e-5)
+    assert compat.of_cached_values(SimpleNamespace(), outputs) is outputs

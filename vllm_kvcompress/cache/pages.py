@@ -6,8 +6,9 @@ With the layout BLHNC the whole cache is a flat array of pages:
 
 The order of elements inside a page is up to the attention kernels. On GPUs the key and value of a
 token lie side by side (`InterleavedPagePool`). CPU kernels store K before V, each in an order that
-a `Packing` describes (`PackedPagePool`). Pools return keys and values in the model's type, or rows
-as they are stored.
+a `Packing` describes (`PackedPagePool`). MLA layers store one latent row per token, which is the
+key, and whose first elements are the value (`LatentPagePool`). Pools return keys and values in the
+model's type, or rows as they are stored.
 
 In a quantized cache (`quantization.py`) rows may depend on scales of their layer. Pages do not say
 which layer owns them, so readers pass the layer. Kept tokens are copied as stored, in their layer.
@@ -19,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,7 +44,8 @@ class PagePool(EntriesInPages, ABC):
     """All pages of the cache, and where a cache group's layers lie in a block.
 
     Attributes:
-        pages: [num_pages, 2 * block_size * row_size] view of the whole cache.
+        stored: which of keys (0) and values (1) have rows of their own in a page.
+        pages: [num_pages, len(stored) * block_size * row_size] view of the whole cache.
         pages_per_block: pages of a block, over all layers and heads.
         layer_offsets: [num_layers] int64 first page of each layer inside a block, on the device.
         num_heads: KV heads per layer (of this rank).
@@ -52,6 +54,7 @@ class PagePool(EntriesInPages, ABC):
         quantization: of a quantized cache; None for a cache in the model's type.
     """
 
+    stored: ClassVar[tuple[int, ...]] = (KEYS, VALUES)
     pages: Tensor
     pages_per_block: int
     layer_offsets: Tensor
@@ -71,8 +74,8 @@ class PagePool(EntriesInPages, ABC):
         as stored."""
 
     @abstractmethod
-    def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Fills [P] pages with [P, block_size, row_size] keys and values as stored."""
+    def write(self, page_ids: Tensor, *stored: Tensor) -> None:
+        """Fills [P] pages with [P, block_size, row_size] rows of everything that is stored."""
 
     @abstractmethod
     def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
@@ -124,8 +127,8 @@ class PagePool(EntriesInPages, ABC):
 
     @cached_property
     def cache_of_one_head(self) -> Tensor:
-        """[num_pages, 1, block_size, 2 * row_size] view, as vLLM's kernels take a cache."""
-        return self.pages.view(-1, 1, self.block_size, 2 * self.row_size)
+        """[num_pages, 1, block_size, elements of a token] view, as vLLM's kernels take a cache."""
+        return self.pages.view(-1, 1, self.block_size, len(self.stored) * self.row_size)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -208,10 +211,10 @@ class PackedPagePool(PagePool):
     def put(self, page_ids: Tensor, tokens: Tensor, which: int, rows: Tensor) -> None:
         self.packings[which].put_rows(self._halves[:, which], page_ids, tokens, rows)
 
-    def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, page_ids: Tensor, *stored: Tensor) -> None:
         # numpy copies whole rows, in a seventh of the time of torch's assignment.
         halves = self._halves.flatten(0, 1).view(torch.uint8).numpy()
-        for which, rows in ((KEYS, keys), (VALUES, values)):
+        for which, rows in zip(self.stored, stored, strict=True):
             packed = self.packings[which].from_rows(rows).view(torch.uint8)
             halves[(2 * page_ids + which).numpy()] = packed.numpy()
 
@@ -237,8 +240,8 @@ class InterleavedPagePool(PagePool):
     def put(self, page_ids: Tensor, tokens: Tensor, which: int, rows: Tensor) -> None:
         self._rows[:, :, which][page_ids, tokens] = rows
 
-    def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        for which, rows in ((KEYS, keys), (VALUES, values)):
+    def write(self, page_ids: Tensor, *stored: Tensor) -> None:
+        for which, rows in zip(self.stored, stored, strict=True):
             self._rows[:, :, which][page_ids] = rows
 
     def entries(self, page_table: Tensor, lengths: Tensor) -> PagedEntries:
@@ -257,6 +260,47 @@ class InterleavedPagePool(PagePool):
         pages = torch.cat(both, dim=-1).view(-1, 2 * size * self.head_size)
         table = torch.arange(len(pages), device=self.device).view(page_table.shape)
         return PagedEntries(pages, table, lengths, size, self.head_size)
+
+
+@dataclass(frozen=True)
+class LatentPagePool(PagePool):
+    """Pages of MLA layers: rows that all query heads read, so a layer has one KV head.
+
+    row: [ latent vector: value_size ][ rotated key: the rest ]
+
+    Absorbed queries multiply the whole row, which is the key. The value is the latent vector; it
+    is read with zeros behind, as long as a key.
+
+    Attributes:
+        value_size: elements of the latent vector.
+    """
+
+    stored: ClassVar[tuple[int, ...]] = (KEYS,)
+    value_size: int
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[num_pages, block_size, row_size] view of the pages."""
+        return self.pages.unflatten(1, (self.block_size, self.row_size))
+
+    def _as(self, which: int, rows: Tensor) -> Tensor:
+        """Returns copied rows as keys or values."""
+        if which == VALUES:
+            rows[..., self.value_size :] = 0
+        return rows
+
+    def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
+        return self._as(which, self.rows[page_ids])
+
+    def take(self, page_ids: Tensor, tokens: Tensor, which: int) -> Tensor:
+        return self._as(which, self.rows[page_ids, tokens])
+
+    def put(self, page_ids: Tensor, tokens: Tensor, which: int, rows: Tensor) -> None:
+        self.rows[page_ids, tokens] = rows
+
+    def write(self, page_ids: Tensor, *stored: Tensor) -> None:
+        (rows,) = stored
+        self.rows[page_ids] = rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,11 +356,11 @@ def flat_pages(layer_caches: list[Tensor]) -> tuple[Tensor, int, list[int]]:
     """Returns the flat page view over one group's per-layer cache views.
 
     Args:
-        layer_caches: per layer [num_blocks, num_kv_heads, block_size, 2 * head_size] views of
-            one allocation in the layout BLHNC.
+        layer_caches: per layer [num_blocks, num_kv_heads, block_size, elements of a token] views
+            of one allocation in the layout BLHNC.
 
     Returns:
-        pages [num_pages, 2 * block_size * head_size], pages per block, first page of each layer.
+        pages [num_pages, elements], pages per block, first page of each layer.
 
     Raises:
         InvariantError: the views are not whole pages of one allocation.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,16 @@ from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 # A request's id, its first row in the batch, and what to observe of it.
 ObservedRequest = tuple[str, int, Observation]
+
+
+class QueryRows(Protocol):
+    """[num_tokens, num_query_heads, head_size] queries of a step, some of which are read by row.
+
+    A tensor, or queries that are computed when they are asked for (MLA).
+    """
+
+    def __getitem__(self, rows: Tensor | slice, /) -> Tensor:
+        """Returns the queries of [T] int64 or consecutive rows."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,7 @@ class QueryWindows:
         self.slots: dict[str, int] = {}
         self._free_slots: list[int] = []
         self._in_step: Mapping[str, slice] = {}
-        self._queries: Tensor | None = None
+        self._queries: QueryRows | None = None
         self._layer_bytes: Tensor | None = None
 
     def locate(
@@ -164,7 +175,7 @@ class QueryWindows:
         slots = np.array([self._slot(request_id) for request_id, _, _ in observations])[index]
         return tokens, slots * self.window_size + positions % self.window_size
 
-    def record(self, layer: int, queries: Tensor, observed: ObservedQueries) -> None:
+    def record(self, layer: int, queries: QueryRows, observed: ObservedQueries) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into ring buffers.
 
         Windows that lie in the step are not copied: they are read from `queries` until the next
@@ -172,8 +183,9 @@ class QueryWindows:
         """
         self._in_step, self._queries = observed.in_step, queries if observed.in_step else None
         if observed.tokens.numel():
-            self._reserve(queries)
-            self._layers[layer][observed.rows] = queries[observed.tokens]
+            rows = queries[observed.tokens]
+            self._reserve(rows)
+            self._layers[layer][observed.rows] = rows
 
     def find(self, windows: Sequence[tuple[str, int]], num_queries: int) -> WindowRows:
         """Finds windows that lie either all in the step or all in ring buffers.
@@ -194,7 +206,7 @@ class QueryWindows:
         """Returns the [num_queries, R, num_query_heads, head_size] queries of a layer."""
         if windows.in_step:
             assert self._queries is not None
-            queries = self._queries.index_select(0, windows.rows.flatten())
+            queries = self._queries[windows.rows.flatten()]
             return queries.unflatten(0, windows.rows.shape)
         return self._layers[layer][windows.rows]
 
@@ -302,7 +314,7 @@ class PagedWindows:
         rows: Integers = pages[index, places // in_page] + places % in_page * self._row_steps
         return rows
 
-    def record(self, layer: int, queries: Tensor, observed: ObservedQueries) -> None:
+    def record(self, layer: int, queries: QueryRows, observed: ObservedQueries) -> None:
         rows = self._rows
         rows[observed.rows + self._layer_rows[layer]] = queries[observed.tokens].to(rows.dtype)
 

@@ -19,7 +19,8 @@ class LayerWeights:
 
     Attributes:
         output_weight: [num_heads, head_size, group, hidden] o_proj by KV head and its group.
-        output_root: [num_query_heads, head_size, head_size] L with L L^T = W W^T by query head.
+        output_root: [num_query_heads, head_size, head_size] L with L L^T = W W^T by query head;
+            fewer columns where values are projected before (MLA).
         rotary: the rotary embedding of the keys.
         sinks: [num_heads, group] logits that take attention without a token; None: the model has
             none.
@@ -55,7 +56,8 @@ class LayerWeights:
         a, b = self.rotary, other.rotary
         if a is None or b is None:
             return a is b
-        return a.halves == b.halves and torch.equal(a.frequencies, b.frequencies)
+        alike = a.halves == b.halves and a.first == b.first
+        return alike and torch.equal(a.frequencies, b.frequencies)
 
 
 @dataclass

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.query_windows import QueryRows
 from vllm_kvcompress.compression.repetitions import Repetition, Repetitions
 
 CUE_WORDS = 3
@@ -84,7 +85,7 @@ class NeedleAttention(Repetitions):
         self.masses, self._needle = {}, slice(prompt.needle, prompt.needle + NEEDLE_WORDS)
         self.register({request_id: prompt.asked})
 
-    def observe(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
+    def observe(self, layer: int, repetition: Repetition, queries: QueryRows, scale: float) -> None:
         """Measures a layer with the queries of a step that holds all tokens with content to come.
 
         Args:

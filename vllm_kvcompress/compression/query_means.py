@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.query_windows import QueryRows
 from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.compression.repetitions import Repetition, Repetitions
 from vllm_kvcompress.policies.triattention import pairs
@@ -31,7 +32,7 @@ class QueryMeans(Repetitions):
         """Measures the request that reads a prompt."""
         self.register({request_id: 0})
 
-    def observe(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
+    def observe(self, layer: int, repetition: Repetition, queries: QueryRows, scale: float) -> None:
         """Adds a layer's queries of a step; parameters are those of `Repetitions.observe`."""
         rotary = self._weights[layer].rotary
         assert rotary is not None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers
 from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.query_windows import QueryRows
 from vllm_kvcompress.kernels.repetition_peaks import repetition_peaks
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.reconstruction import by_reconstruction
@@ -99,7 +100,7 @@ class Repetitions:
             work.append(Repetition(request_id, blocks, length, queries))
         return work
 
-    def observe(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
+    def observe(self, layer: int, repetition: Repetition, queries: QueryRows, scale: float) -> None:
         """Scores a layer with a step's queries; an error leaves the request unscored.
 
         `queries` are [tokens, num_query_heads, head_size] of all requests.
@@ -112,7 +113,7 @@ class Repetitions:
             logger.exception("request %s: its context cannot be scored", repetition.request_id)
             del self._scores[repetition.request_id]
 
-    def score(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
+    def score(self, layer: int, repetition: Repetition, queries: QueryRows, scale: float) -> None:
         """Scores a layer as `observe` does, and raises errors."""
         scores = self._scores[repetition.request_id][layer]
         table = self._pool.layer_page_ids(layer, repetition.blocks)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_kvcompress.cache.page_norms import PageNorms
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import KEYS, VALUES, InterleavedPagePool
+from vllm_kvcompress.cache.pages import KEYS, InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState, StateNumbers
 from vllm_kvcompress.cache.quantization import LayerScaled
 from vllm_kvcompress.cache.query_windows import Windows
@@ -263,7 +263,7 @@ class EventRunner:
             pool.write(pages, *(each.view(shape) for each in rows))
         else:
             targets, tokens = pages[places // pool.block_size], places % pool.block_size
-            for which, moved in enumerate(rows):
+            for which, moved in zip(pool.stored, rows, strict=True):
                 pool.put(targets, tokens, which, moved)
         self._replace(batch, run, view, selection.page_counts, pages)
 
@@ -314,19 +314,18 @@ class EventRunner:
     def _kept_rows(
         self, view: LayerView, sources: Sources, selection: Selection, places: Tensor | None
     ) -> list[Tensor]:
-        """Copies the [n, row_size] keys and values, as stored, of all kept tokens or [n] `places`
-        of them."""
+        """Copies the [n, row_size] keys and values (where pages store both), as stored, of all kept
+        tokens or [n] `places` of them."""
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
         heads = selection.heads(size)
         if places is not None:
             heads, kept = heads[places], kept[places]
-        keys, values = merged.keys, merged.values
-        if pool.quantization is None:
-            keys = view.kv.gathered(KEYS) if keys is None else keys
-            values = view.kv.gathered(VALUES) if values is None else values
         copies = []
-        for which, rows in ((KEYS, keys), (VALUES, values)):
+        for which in pool.stored:
+            rows = merged.keys if which == KEYS else merged.values
+            if rows is None and pool.quantization is None:
+                rows = view.kv.gathered(which)
             if rows is None:
                 copy = pool.take(sources.body[heads, kept // size], kept % size, which)
             else:

@@ -66,8 +66,8 @@ def value_norms_l2(view: KVView, output_root: Tensor, num_layers: int = 1) -> Te
     """Mean over the group of ||v W_O||_2 = ||v L||_2 per entry, with `output_roots` L of W_O.
 
     Args:
-        output_root: [H or a divisor of it, G, D, D] in the cache's type; each layer's are repeated
-            for the heads of several requests.
+        output_root: [H or a divisor of it, G, D, D] in the cache's type (on CPUs with any number of
+            columns); each layer's are repeated for the heads of several requests.
         num_layers: layers that the heads are of, as many in each, one layer behind the other.
 
     Returns:

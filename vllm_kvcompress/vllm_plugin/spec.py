@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -48,8 +49,12 @@ class CompressedAttentionSpec(FullAttentionSpec):
         settings: Settings,
         demands: tuple[tuple[str, PolicyDemand], ...],
     ) -> Self:
-        """Makes the spec of a full-attention layer that is compressed."""
-        return cls(**_fields(spec), settings=settings, demands=demands)
+        """Makes the spec of a full-attention layer that is compressed.
+
+        What only an MLA layer's spec says is dropped: it has one KV head and no room for values.
+        """
+        fields = {name: getattr(spec, name) for name in FullAttentionSpec.__dataclass_fields__}
+        return cls(**fields, settings=settings, demands=demands)
 
     def demand_of(self, policy: str) -> PolicyDemand:
         """Returns the needs of a policy."""
@@ -196,9 +201,9 @@ def unwrap_equal_specs(groups: list[KVCacheGroupSpec]) -> None:
 
 
 def is_compressible(spec: AttentionSpec) -> bool:
-    """Whether a layer's spec is plain full attention."""
+    """Whether a layer's spec is plain full attention, over latent rows (MLA) or not."""
     return (
-        type(spec) is FullAttentionSpec
+        type(spec) in (FullAttentionSpec, MLAAttentionSpec)
         and spec.sliding_window is None
         and spec.attention_chunk_size is None
         and not spec.non_causal

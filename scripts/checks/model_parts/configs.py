@@ -48,11 +48,11 @@ SIZES: dict[str, Any] = {
     "state_size": 16,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
-    # Latent vectors.
-    "kv_lora_rank": 32,
+    # MLA; vLLM's kernels for CPUs take rows of 512 + 64 elements.
+    "kv_lora_rank": 512,
     "q_lora_rank": 32,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
 
@@ -75,13 +75,12 @@ _MIXTURE: dict[str, Any] = {
     "router_enable_expert_bias": False,
 }
 _LATENT: dict[str, Any] = {
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 512,
     "q_lora_rank": 32,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
-_WIDE = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _BAILING = {**_MIXTURE, "embedding_dropout": 0.0, "use_bias": False, "use_qkv_bias": False}
 _SLIDING = {
     "sliding_window": 64,
@@ -132,6 +131,13 @@ MORE: dict[str, dict[str, Any]] = {
     "FalconForCausalLM": {"ffn_hidden_size": 128},
     "FalconH1ForCausalLM": {"mamba_d_ssm": 256},
     "Gemma3ForCausalLM": {**_SLIDING},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1, "head_dim": 64},
+    "LongcatFlashForCausalLM": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_num": 2,
+        "zero_expert_type": "identity",
+    },
     "Gemma3nForCausalLM": {
         **_SLIDING,
         "num_kv_shared_layers": 2,
@@ -263,7 +269,13 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "rope_local_theta": 1e4,
     },
     "SarvamMoEForCausalLM": {**_BAILING},
-    "SarvamMLAForCausalLM": {"model_type": "sarvam_mla", **_BAILING, **_LATENT, **_WIDE},
+    "SarvamMLAForCausalLM": {
+        "model_type": "sarvam_mla",
+        **_BAILING,
+        **_LATENT,
+        "head_dim": 576,
+        "q_lora_rank": None,
+    },
     "Step1ForCausalLM": {"num_attention_groups": 2},
     "Step3TextForCausalLM": {"model_type": "step3_text", "moe_layers_enum": "1,2,3"},
     "Step3p5ForCausalLM": {"model_type": "step3p5", "num_attention_groups": 2},

@@ -16,12 +16,14 @@ class Rotary:
     variants (YaRN) multiply keys with stays as it is.
 
     Attributes:
-        frequencies: [r / 2] fp32 radians per position; dims from r on are not rotary.
-        halves: pairs are dims i and i + r / 2 (else 2 i and 2 i + 1).
+        frequencies: [r / 2] fp32 radians per position of the r rotary dims.
+        halves: pairs are rotary dims i and i + r / 2 (else 2 i and 2 i + 1).
+        first: the first rotary dim; those before and behind them are not rotary.
     """
 
     frequencies: Tensor
     halves: bool = True
+    first: int = 0
 
     def rerotate(self, keys: Tensor, steps: Tensor) -> Tensor:
         """Moves keys [..., D] fp32 by `steps` [...] positions (a copy)."""
@@ -35,10 +37,11 @@ class Rotary:
     def turned(self, keys: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """Rotates keys [..., D] fp32 by the cosines and sines of `turn` (a copy)."""
         cos, sin = turn
-        size = self.frequencies.numel()
-        first, second = slice(0, 2 * size, 2), slice(1, 2 * size, 2)
+        start, size = self.first, self.frequencies.numel()
+        end = start + 2 * size
+        first, second = slice(start, end, 2), slice(start + 1, end, 2)
         if self.halves:
-            first, second = slice(0, size), slice(size, 2 * size)
+            first, second = slice(start, start + size), slice(start + size, end)
         turned = keys.clone()
         turned[..., first].mul_(cos).addcmul_(keys[..., second], sin, value=-1)
         turned[..., second].mul_(cos).addcmul_(keys[..., first], sin)

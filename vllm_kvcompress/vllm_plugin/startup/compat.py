@@ -399,7 +399,8 @@ def cache_bytes_per_token(vllm_config: Any) -> int:
 
     model = vllm_config.model_config
     dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    rows = 1 if model.use_mla else 2  # a latent row, or a key and a value
+    numbers = rows * model.get_total_num_kv_heads() * model.get_head_size()
     return int(model.get_total_num_hidden_layers() * numbers * dtype.itemsize)
 
 
@@ -649,6 +650,46 @@ def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     return [context[name] for name in layer_names]
 
 
+def has_indexer(model: Any) -> bool:
+    """Whether a model's MLA layers read only the tokens that an indexer of theirs chooses."""
+    return hasattr(model.hf_text_config, "index_topk")
+
+
+def takes_amx_mla(vllm_config: Any) -> bool:
+    """Whether vLLM's MLA on this CPU takes kernels for AMX, as its CPU platform decides."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    chosen = vllm_config.attention_config.backend
+    is_amx: bool = current_platform.is_cpu() and torch.cpu._is_amx_tile_supported()
+    return is_amx and chosen is not AttentionBackendEnum.CPU_MLA
+
+
+def latent_size(layer: Any) -> int | None:
+    """Returns the elements of an MLA layer's latent vectors; None for other layers."""
+    return getattr(layer, "kv_lora_rank", None)
+
+
+def up_project(layer: Any, latent: torch.Tensor, output: torch.Tensor) -> None:
+    """Projects [T, heads, rank] sums of latent vectors to [T, heads * v_head_dim] outputs."""
+    layer._v_up_proj(latent, out=output)
+
+
+def of_cached_values(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Returns [heads, head_size, M] projections of cached values, given those of heads' values.
+
+    They are the same except in MLA layers, whose [heads, v_head_dim, M] follow the projection of
+    the latent vector to a head's value, and which leave out the row's rotated key.
+    """
+    import torch
+
+    if latent_size(layer) is None:
+        return weight
+    projected = torch.bmm(layer.W_UV, weight.to(layer.W_UV.dtype))
+    return torch.nn.functional.pad(projected, (0, 0, 0, layer.head_size - projected.shape[1]))
+
+
 def cache_scales(layers: list[Any]) -> list[tuple[float, float]]:
     """Returns the key and value scales of layers with an fp8 cache, once weights are loaded.
 
@@ -732,11 +773,12 @@ def metadata_builder(model_runner: Any, group: int, layer_name: str) -> Any:
 _PLAIN_ROTARY = (
     *("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding"),
     *("NTKScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding"),
+    "DeepseekScalingRotaryEmbedding",
 )
 
 
-def rotary_embedding(model: Any, layer_name: str) -> Rotary:
-    """Returns the rotation of an attention layer's keys.
+def rotary_embedding(model: Any, layer: Any) -> Rotary:
+    """Returns the rotation of an attention layer's keys, or of its latent rows.
 
     Raises:
         UnsupportedError: the module has no rotary embedding, or one whose frequencies depend on
@@ -746,6 +788,7 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
 
     from vllm_kvcompress.kernels.common.rotary import Rotary
 
+    layer_name = layer.layer_name
     parent_name = layer_name.rpartition(".")[0]
     rotary: Any = getattr(model.get_submodule(parent_name), "rotary_emb", None)
     if type(rotary).__name__ not in _PLAIN_ROTARY:
@@ -757,7 +800,8 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
         )
     cos, sin = rotary._compute_cos_sin_cache()[1].float().chunk(2)
     device = next(model.parameters()).device
-    return Rotary(torch.atan2(sin, cos).to(device), halves=rotary.is_neox_style)
+    frequencies = torch.atan2(sin, cos).to(device)
+    return Rotary(frequencies, halves=rotary.is_neox_style, first=latent_size(layer) or 0)
 
 
 def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:

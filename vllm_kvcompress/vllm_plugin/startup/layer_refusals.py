@@ -11,6 +11,7 @@ from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
 
@@ -53,6 +54,22 @@ def check_page_sizes(specs: list[CompressedAttentionSpec]) -> None:
             f"this model's full-attention layers differ in their heads ({kinds} elements), but any "
             "head must be able to own any page of a block; serve this model without --kv-policy."
         )
+
+
+def check_latents(layers: list[Any], model: ModelConfig) -> None:
+    """Refuses MLA layers of a model whose configuration vLLM does not take for one with MLA.
+
+    `latent_refusals.py` would not have seen them, and vLLM sets no block size for them.
+
+    Raises:
+        UnsupportedError: names the layer.
+    """
+    for layer in [] if model.use_mla else layers:
+        if compat.latent_size(layer) is not None:
+            raise UnsupportedError(
+                f"{layer.layer_name} is an MLA layer, which vLLM does not expect by the "
+                f"configuration of {model.architecture}; serve this model without --kv-policy."
+            )
 
 
 def check_groups(

@@ -16,6 +16,7 @@ from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.startup import compat, quantized
+from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     caps_logits,
     num_sharing_layers,
@@ -49,6 +50,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
     reasons = chain(
         missing_classes(vllm_config, settings),
         _reasons_of_model(model),
+        reasons_against_latents(vllm_config, settings),
         reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_sharing(vllm_config, settings),
         _reasons_of_reading(settings),
@@ -109,11 +111,6 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
 
     `layer_refusals.py` checks what only the loaded layers say.
     """
-    if model.use_mla:
-        yield (
-            "MLA models keep one latent vector per token, not keys and values per head, so there "
-            f"are no heads to compress; use a model with grouped-query attention {_OFF}."
-        )
     if model.is_encoder_decoder:
         yield (
             "encoder-decoder models attend to an encoder's cache that is not compressed; use a "

@@ -10,6 +10,7 @@ from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
 _PACKAGE = "vllm_kvcompress.vllm_plugin.worker_side.attention"
 _CPU = f"{_PACKAGE}.cpu.CompressedCPUBackend"
+_CPU_LATENT = f"{_PACKAGE}.latent_cpu.CompressedCPULatentBackend"
 _GPU = {
     "flash": f"{_PACKAGE}.gpu_flash.CompressedFlashBackend",
     "triton": f"{_PACKAGE}.gpu_triton.CompressedTritonBackend",
@@ -19,10 +20,11 @@ _GPU = {
 def use_cpu_backend() -> None:
     """In this worker process, the CPU platform's attention is ours from now on; repeatable.
 
-    The CPU platform always takes the backend registered as CPU_ATTN, whatever
-    --attention-backend says, so that member's class path is overridden.
+    The CPU platform always takes the backend registered as CPU_ATTN, or as CPU_MLA, whatever
+    --attention-backend says, so the class paths of these members are overridden.
     """
     register_backend(AttentionBackendEnum.CPU_ATTN, _CPU)
+    register_backend(AttentionBackendEnum.CPU_MLA, _CPU_LATENT)
 
 
 def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:

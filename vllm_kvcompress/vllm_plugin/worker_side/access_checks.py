@@ -31,8 +31,8 @@ class WorkerChecks:
     def begin_step(self, plan: StepPlan, pools: Iterable[PagePool]) -> None:
         """Takes the owner of every block, and poisons the blocks that no request may read.
 
-        Keys become NaN. Values become large, since vLLM's kernels multiply those behind a request's
-        last token by 0.
+        Keys become NaN. Values (and keys that are values, too) become large, since vLLM's kernels
+        multiply those behind a request's last token by 0.
         """
         self._tags = plan.tags or BlockTags()
         # vLLM's dummy requests, which warm up its kernels, have no plan.
@@ -43,7 +43,7 @@ class WorkerChecks:
                 torch.full((pool.row_size,), number, device=pool.device, dtype=pool.dtype)
                 if pool.quantization is None
                 else pool.quantization.filled(number, pool.row_size).to(pool.device)
-                for number in (torch.nan, POISON)
+                for number in (torch.nan, POISON)[-len(pool.stored) :]
             )
             shape = (len(pages), pool.block_size, -1)
             pool.write(pages, *(row.view(pool.pages.dtype).expand(shape) for row in rows))

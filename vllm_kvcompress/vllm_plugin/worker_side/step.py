@@ -17,7 +17,7 @@ from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.host_blocks import HostBlocks
 from vllm_kvcompress.cache.page_summaries import PageSummaries
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.query_windows import ObservedQueries, PagedWindows
+from vllm_kvcompress.cache.query_windows import ObservedQueries, PagedWindows, QueryRows
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import Event
@@ -300,8 +300,8 @@ class GroupCompression:
         work: StepWork,
         layer: int,
         metadata: Any,
-        queries: Tensor,
-        outputs: Tensor,
+        queries: QueryRows,
+        outputs: Tensor | None,
         window: int | None = None,
     ) -> None:
         """Records queries after a layer's attention, and runs the events that read them.
@@ -310,7 +310,8 @@ class GroupCompression:
             work: the group's work in this step.
             layer: number in the group.
             metadata: vLLM's, of all requests.
-            queries, outputs: [tokens, num_query_heads, head_size] of all requests.
+            queries: [tokens, num_query_heads, head_size] of all requests.
+            outputs: the same, for measuring tools; None: MLA has projected them.
             window: number of the ring buffers for the queries; None: the layer's.
         """
         scale = self.scales[layer]

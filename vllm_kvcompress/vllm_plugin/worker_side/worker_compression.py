@@ -51,6 +51,7 @@ from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     check_groups,
+    check_latents,
     check_layer,
     check_page_sizes,
     num_sharing_layers,
@@ -206,6 +207,7 @@ class WorkerCompression:
         shared = {} if is_known else compat.shared_caches(self.vllm_config)
         check_groups(names, self.pipelines, shared)
         for _, layers, _ in compressed:
+            check_latents(layers, self.vllm_config.model_config)
             for layer in layers:
                 check_layer(layer, self.settings, self.own_kernels, self.pipelines)
         return compressed
@@ -529,15 +531,17 @@ def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
     if layer.impl.sinks is not None:
         sinks = layer.impl.sinks.view(layer.impl.num_kv_heads, -1)
     if needs.positions or needs.rotary:
-        rotary = compat.rotary_embedding(model, layer.layer_name)
+        rotary = compat.rotary_embedding(model, layer)
     if needs.output_weight or needs.output_root:
         impl = layer.impl
-        width = impl.num_heads * impl.head_size
+        value_size = impl.head_size if compat.latent_size(layer) is None else impl.v_head_dim
+        width = impl.num_heads * value_size
         flat = compat.output_projection(model, layer.layer_name, width)
-        weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
+        weight = flat.t().reshape(impl.num_heads, value_size, -1)
         if needs.output_root:
-            root = output_roots(weight)
+            root = compat.of_cached_values(layer, output_roots(weight))
         if needs.output_weight:
+            weight = compat.of_cached_values(layer, weight)
             by_kv_head = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
             if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
                 by_kv_head = by_kv_head.contiguous()

@@ -1,0 +1,297 @@
+"""Attention of compressed requests in MLA layers, whose latent rows all query heads read.
+
+A request has one page table per layer. Requests that generate are handed to vLLM's own decode
+kernel over the flat page array. Chunks of a prompt behind a context, compressed or not, read the
+context's pages with absorbed queries; vLLM's CPU backend reads whole prompts only. The classes
+here are mixed into a backend's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_kvcompress.attention.batch import (
+    CompressedRows,
+    HostNumbers,
+    ResidentBatch,
+    row_index,
+)
+from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
+from vllm_kvcompress.attention.latent import AbsorbedQueries, absorb
+from vllm_kvcompress.cache.pages import Integers, LatentPagePool, PagePool, flat_pages
+from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
+    CompressedBackend,
+    CompressedBuilder,
+    Subset,
+    sequences,
+)
+from vllm_kvcompress.vllm_plugin.worker_side.step import StepWork
+
+_ATTRIBUTE = "kvcompress_latent"  # on vLLM's metadata, holds a `LatentStep`
+
+
+@dataclass
+class LatentStep:
+    """A cache group's work in a step; travels on vLLM's metadata.
+
+    vLLM has requests with one token first (D of them), then all others.
+
+    Attributes:
+        work: events and compressed requests.
+        is_split: whether the lists below have all requests; else vLLM's metadata does.
+        decodes: some of the first D requests each, with rows among their D tokens.
+        prompts: requests without a context, with rows behind those D; None: there are none.
+        chunks: requests behind a context, with rows there.
+    """
+
+    work: StepWork
+    is_split: bool = False
+    decodes: list[Subset] = field(default_factory=list)
+    prompts: Subset | None = None
+    chunks: list[QueryBatch] = field(default_factory=list)
+
+
+class CompressedLatentBackend(CompressedBackend):
+    """An MLA backend of vLLM with a block-major cache."""
+
+    @classmethod
+    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+        """Lays pages over the caches; each layer's implementation gets to know its layer."""
+        for layer in layers:
+            layer.impl.layer = layer
+        pages, pages_per_block, offsets = flat_pages([layer.kv_cache[:, None] for layer in layers])
+        return LatentPagePool(
+            pages=pages,
+            pages_per_block=pages_per_block,
+            layer_offsets=torch.tensor(offsets, device=pages.device),
+            num_heads=1,
+            block_size=spec.block_size,
+            head_size=spec.head_size,
+            value_size=layers[0].kv_lora_rank,
+        )
+
+
+class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
+    """Splits a step's requests by what attends for them."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
+        self.layer_names = layer_names  # which vLLM's MLA builders do not keep
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """Builds vLLM's metadata, with ours on it if the step has work for compression."""
+        compression, common = CompressedBackend.compression, common_attn_metadata
+        work = compression.prepare(self.layer_names[0], common)
+        starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
+        num_queries = np.diff(starts)
+        num_decodes = int((num_queries > 1).argmax()) if num_queries.max() > 1 else len(num_queries)
+        behind_context = compat.host_lengths(common) > num_queries
+        behind_context[:num_decodes] = False
+        compressed = [] if work is None else work.compressed
+        is_split = bool(compressed or behind_context.any())
+        step = LatentStep(work or StepWork(), is_split)
+        if not is_split:
+            metadata = self.build_plain(common, common_prefix_len)
+        else:
+            metadata = self._build_whole(common, num_decodes, int(starts[num_decodes]))
+            self._split(step, metadata, common, starts, behind_context)
+        if work is not None or is_split:
+            setattr(metadata, _ATTRIBUTE, step)
+        return metadata
+
+    def build_plain(self, common: CommonAttentionMetadata, common_prefix_len: int = 0) -> Any:
+        """Builds vLLM's metadata of requests that its own kernels attend for."""
+        return super(CompressedBuilder, self).build(common_prefix_len, common)
+
+    def _build_whole(self, common: CommonAttentionMetadata, num_decodes: int, num_rows: int) -> Any:
+        """Builds metadata of all requests for the layer, which divides rows by them."""
+        decode = MLACommonDecodeMetadata(
+            common.block_table_tensor[:num_decodes], common.seq_lens[:num_decodes], None
+        )
+        return MLACommonMetadata(
+            num_reqs=common.num_reqs,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            slot_mapping=common.slot_mapping,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_rows,
+            num_prefills=common.num_reqs - num_decodes,
+            decode=decode,
+        )
+
+    def _split(
+        self,
+        step: LatentStep,
+        metadata: Any,
+        common: CommonAttentionMetadata,
+        starts: HostNumbers,
+        behind_context: np.ndarray[Any, np.dtype[np.bool_]],
+    ) -> None:
+        """Fills the lists of a step."""
+        num_decodes = metadata.num_decodes
+        behind = starts - starts[num_decodes]  # rows behind those of the decodes
+        is_uncompressed = np.ones(common.num_reqs, dtype=np.bool_)
+        for batch in step.work.compressed:
+            is_uncompressed[batch.rows] = False
+            is_decode = batch.rows < num_decodes
+            if is_decode.any():
+                step.decodes.append(self._decodes(batch.take(is_decode), metadata))
+            if not is_decode.all():
+                step.chunks += query_batches(batch.take(~is_decode), behind)
+        rows = np.flatnonzero(is_uncompressed)
+        if len(decodes := rows[rows < num_decodes]):
+            subset = self._uncompressed(decodes, common, starts)
+            step.decodes.append(subset)
+        rows = rows[rows >= num_decodes]
+        for row in rows[behind_context[rows]]:
+            step.chunks += query_batches(self._whole_context(row, common), behind)
+        if len(prompts := rows[~behind_context[rows]]):
+            subset = self._uncompressed(prompts, common, starts)
+            index, _ = sequences(behind, prompts)
+            step.prompts = replace(subset, where=row_index(index, self.device))
+
+    def _decodes(self, batch: ResidentBatch, metadata: Any) -> Subset:
+        """Makes a sequence of every compressed request."""
+        tables = [
+            {"block_table": pages.contiguous(), "seq_lens": lengths}
+            for pages, lengths in batch.layers
+        ]
+        alone = replace(metadata, decode=replace(metadata.decode), num_decodes=len(batch.rows))
+        return Subset(alone, row_index(batch.rows, self.device), tables)
+
+    def _whole_context(self, row: int, common: CommonAttentionMetadata) -> ResidentBatch:
+        """Returns an uncompressed request with the pages of all of its blocks."""
+        group = CompressedBackend.compression.group_of_layer[self.layer_names[0]]
+        pool, length = group.tables.pool, int(compat.host_lengths(common)[row])
+        slots: Integers = np.full(common.num_reqs, -1, dtype=np.int64)
+        blocks = common.block_table_tensor[row, : ceil_div(length, pool.block_size)].long()
+        pages = [pool.layer_page_ids(layer, blocks) for layer in range(pool.num_layers)]
+        offsets = torch.zeros(pool.num_layers, 1, 1, dtype=torch.int32, device=pool.device)
+        return ResidentBatch(
+            **vars(CompressedRows.of(slots, pool.device, np.array([row]))),
+            page_table=torch.stack(pages),
+            seq_lens=upload(np.full((pool.num_layers, 1), length, dtype=np.int32), pool.device),
+            resident_offset=offsets,
+            same_in_all_layers=True,
+        )
+
+
+class CompressedLatentImpl(MLACommonImpl[Any]):
+    """vLLM's MLA, over the pages of each layer where requests are compressed.
+
+    Attributes:
+        layer: the attention layer, once pages lie over its cache.
+    """
+
+    alibi_slopes = sinks = logits_soft_cap = None  # vLLM's MLA has none of these
+    layer: Any = None
+    _prompt_queries: Tensor | None = None
+
+    def fused_output_quant_supported(self, *args: Any, **kwargs: Any) -> bool:
+        """Says no: outputs of two calls are put together in the model's own type."""
+        return False
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Computes attention of prompts and chunks; ends the layer if nobody generates."""
+        step: LatentStep | None = getattr(attn_metadata, _ATTRIBUTE, None)
+        given = (q, kv_c_normed, k_pe)
+        if step is None or not step.is_split:
+            cache = kv_c_and_k_pe_cache
+            super().forward_mha(*given, cache, attn_metadata, k_scale, output, output_scale)
+        else:
+            if step.prompts is not None:
+                where, metadata = step.prompts.where, step.prompts.metadata
+                metadata.prefill.prefill_backend.prepare_metadata(metadata.prefill)
+                out = output[where]
+                some = (rows[where] for rows in given)
+                super().forward_mha(*some, kv_c_and_k_pe_cache, metadata, k_scale, out)
+                output[where] = out
+            for batch in step.chunks:
+                self._attend_behind_context(batch, q, output)
+        if step is None:
+            return
+        self._prompt_queries = q
+        if not attn_metadata.num_decode_tokens:
+            self._finish(step, attn_metadata, None)
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes attention of requests that generate, and ends the layer."""
+        step: LatentStep | None = getattr(attn_metadata, _ATTRIBUTE, None)
+        if step is None:
+            whole: tuple[Tensor, Tensor | None]
+            whole = super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return whole
+        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        if not step.is_split:
+            out, _ = super().forward_mqa(queries, kv_c_and_k_pe_cache, attn_metadata, layer)
+        else:
+            group = CompressedBackend.compression.group_of_layer[layer.layer_name]
+            index, pages = group.layer_index[layer.layer_name], group.tables.pool.cache_of_one_head
+            out = queries.new_empty(*queries.shape[:2], self.kv_lora_rank)
+            for subset in step.decodes:
+                cache, decode = kv_c_and_k_pe_cache, subset.metadata.decode
+                if subset.by_layer:
+                    cache = pages.squeeze(1)
+                    for name, value in subset.by_layer[index].items():
+                        setattr(decode, name, value)
+                some = queries[subset.where]
+                out[subset.where] = super().forward_mqa(some, cache, subset.metadata, layer)[0]
+        self._finish(step, attn_metadata, queries)
+        return out, None
+
+    def _attend_behind_context(self, batch: QueryBatch, queries: Tensor, output: Tensor) -> None:
+        """Writes the [tokens, heads * v_head_dim] outputs of chunks, over pages."""
+        group = CompressedBackend.compression.group_of_layer[self.layer.layer_name]
+        index = group.layer_index[self.layer.layer_name]
+        absorbed = absorb(queries[batch.tokens], self.layer.W_UK_T)
+        latent = torch.empty_like(absorbed)
+        every = replace(batch, tokens=slice(0, len(absorbed)))
+        biased_attention(group.runner, index, every, absorbed, latent, self.scale)
+        out = output[batch.tokens]
+        compat.up_project(self.layer, latent[..., : self.kv_lora_rank], out)
+        output[batch.tokens] = out
+
+    def _finish(self, step: LatentStep, metadata: Any, decoded: Tensor | None) -> None:
+        """Records queries and runs the events that read them."""
+        group = CompressedBackend.compression.group_of_layer[self.layer.layer_name]
+        others, self._prompt_queries = self._prompt_queries, None
+        queries = AbsorbedQueries(decoded, others, self.layer.W_UK_T)
+        index = group.layer_index[self.layer.layer_name]
+        group.finish_layer(step.work, index, metadata, queries, None)
