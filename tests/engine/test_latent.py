@@ -128,12 +128,48 @@ class LatentDecoder:
         outputs = []
         for head in range(heads):
             up_key, up_value = projections[head, :nope], projections[head, nope:]
-            keys = [torch.cat((up_key @ latent, key)) for latent, key in self.rows[number]]
+            rows = self.seen(number, head)
+            keys = [torch.cat((up_key @ latent, key)) for latent, key in rows]
             query = torch.cat((queries[head, :nope], rotated[head]))
             logits = torch.stack([query @ key for key in keys]) * attention.scaling
-            values = torch.stack([up_value @ latent for latent, _ in self.rows[number]])
+            values = torch.stack([up_value @ latent for latent, _ in rows])
             outputs.append(torch.softmax(logits, 0) @ values)
         return attention.o_proj(torch.cat(outputs)[None])
+
+    def seen(self, layer: int, head: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns the rows that a query head attends to: all."""
+        return self.rows[layer]
+
+
+class RanksDecoder(LatentDecoder):
+    """A decoder whose ranks have forgotten different rows, by the last query of their heads."""
+
+    def __init__(self, model: str, context: list[int], num_kept: int) -> None:
+        self.num_full = len(context) // BLOCK * BLOCK
+        super().__init__(model, context, [list(range(self.num_full))] * NUM_LAYERS, self.num_full)
+        self.kept: dict[tuple[int, int], set[int]] = {}
+        for layer, attention in enumerate(attentions(model, context)):
+            for rank in (0, 1):
+                mass = attention[0, 2 * rank : 2 * rank + 2, -1, : self.num_full].sum(dim=0)
+                order = sorted(range(self.num_full), key=lambda at: -float(mass[at]))
+                self.kept[layer, rank] = set(order[:num_kept])
+
+    def seen(self, layer: int, head: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns the rows that the head's rank has."""
+        kept = self.kept[layer, head // 2]
+        rows = enumerate(self.rows[layer])
+        return [row for at, row in rows if at >= self.num_full or at in kept]
+
+
+def attentions(model: str, tokens: list[int]) -> tuple[Tensor, ...]:
+    """Returns each layer's [1, heads, queries, tokens] attention."""
+    reference = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        given: tuple[Tensor, ...]
+        given = reference(torch.tensor([tokens]), output_attentions=True).attentions
+    return given
 
 
 def check_logits(logits: Tensor, logprobs: dict[str, float], where: Any) -> None:
@@ -226,15 +262,32 @@ def test_snapkv_ranks_by_the_attention_of_all_query_heads(
     model: str, report: dict[str, Any]
 ) -> None:
     """Absorbed queries, on a row that is one head's key, give the attention of every head."""
-    reference = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.no_grad():
-        attentions = reference(torch.tensor([LONG]), output_attentions=True).attentions
+    by_layer = attentions(model, LONG)
     for layer, kept in enumerate(records(report, 0)):
         last = len(LONG) - 32
-        mass = attentions[layer][0, :, last:].double().mean(dim=(0, 1)).tolist()
+        mass = by_layer[layer][0, :, last:].double().mean(dim=(0, 1)).tolist()
         scores = [max(mass[max(0, at - 3) : min(last, at + 4)]) for at in range(last)]
         best = sorted(scores, reverse=True)[: len([at for at in kept if at < last])]
         found = sorted((scores[at] for at in kept if at < last), reverse=True)
         assert found == pytest.approx(best, rel=1e-4)
+
+
+def test_ranks_keep_rows_by_their_own_query_heads(
+    model: str, report: dict[str, Any], stock: dict[str, Any], run_engine: Run
+) -> None:
+    """Every rank has all rows, and half of the query heads."""
+    whole = request("whole", LONG, xargs={"kv_budget": 1.0})
+    by_keys, by_heads = (request(p, LONG, xargs={"kv_policy": p}) for p in ("keydiff", "tova"))
+    ranks = run_engine(
+        model,
+        [[by_keys, by_heads], [whole]],
+        settings={**SETTINGS, "trigger": "prompt", "request_policies": ["keydiff", "tova"]},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "KVCOMPRESS_CHECK": "1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        **ENGINE,
+    )
+    assert ranks["outputs"]["whole"]["tokens"] == stock["long"]["tokens"]
+    one_rank = report["outputs"]["keydiff"]["tokens"]
+    assert ranks["outputs"]["keydiff"]["tokens"] == one_rank, "keys are the same on all ranks"
+    check_decoding(RanksDecoder(model, LONG, 11 * BLOCK), ranks, "tova", {})

@@ -122,6 +122,22 @@ def test_engine_measures_heads_once_and_keeps_them(
         assert kept_file(tmp_path).read_text() == text
 
 
+def test_layers_of_latent_rows_share_the_budget_by_the_heads_that_read_them(
+    model_directory: Path, run_measuring: Run, tmp_path: Path
+) -> None:
+    """Query heads of MLA layers are measured as absorbed; each layer has one KV head."""
+    model = str(tiny_models.build("deepseek_v2", model_directory / "latent"))
+    report = run_measuring(model, attention_backend="CPU_MLA", max_model_len=1024, record_kept=True)
+    expected = plain_scores(model, 768, 2)
+    scores = json.loads(kept_file(tmp_path).read_text())
+    assert list(scores) == [f"{layer}-{head}" for layer in range(3) for head in range(4)]
+    for name, values in scores.items():
+        assert values[:2] == pytest.approx(expected[name], abs=1e-4)
+    counts = [record["counts"] for record in report["kept"]]
+    assert sum(pages for (pages,) in counts) == 3 * 10, "a quarter of 40 blocks in 3 layers"
+    assert len({pages for (pages,) in counts}) > 1
+
+
 def test_heads_beside_the_model_are_read_instead(
     model_directory: Path, run_measuring: Run, tmp_path: Path
 ) -> None:

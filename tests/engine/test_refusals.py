@@ -540,7 +540,6 @@ def test_dual_batch_overlap_is_refused(llama: str) -> None:
         ({}, {"model_config.hf_text_config.index_topk": 8}, "its indexer.*so serve it without"),
         ({}, {"device_config.device_type": "cuda"}, "CPUs alone.*serve this model without"),
         ({}, {"cache_config.cache_dtype": "fp8"}, "does not read on CPUs; use .* auto"),
-        ({}, {"parallel_config.tensor_parallel_size": 2}, "use --tensor-parallel-size 1"),
         ({}, {"attention_config.backend": None}, "has AMX.*--attention-backend CPU_MLA"),
     ],
 )

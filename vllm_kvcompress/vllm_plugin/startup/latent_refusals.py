@@ -47,12 +47,6 @@ def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
             f"{name}, whose caches in {config.cache_config.cache_dtype} vLLM does not read on "
             "CPUs; use --kv-cache-dtype auto."
         )
-    if config.parallel_config.tensor_parallel_size > 1:
-        yield (
-            f"{name}, whose rows every rank has in full, so ranks with other query heads would "
-            "keep other tokens in the same blocks, which is not tested; use "
-            "--tensor-parallel-size 1."
-        )
     if config.speculative_config is not None:
         option = "--speculative-config" if settings.draft is None else "--kv-draft"
         yield f"{name}, of which vLLM's backend for CPUs reads one token per step; remove {option}."
