@@ -12,7 +12,7 @@ from itertools import pairwise
 MAX_DRAFTS = 7  # with the token behind them a step verifies 8 queries of a request
 CHOICES = (0, 1, 3, MAX_DRAFTS)
 _MEASURED = 2  # cycles that are timed of each choice, before choices are compared
-_PROBED_EVERY = 64  # cycles after which a choice that seemed worse is timed again
+_PROBED_EVERY = 64  # cycles after which some choice is timed again
 _NEW = 0.2  # weight of a new duration
 _KEPT = 0.95  # weight of a request's former drafts when new ones have been verified
 _EXPECTED = (8.0, 10.0)  # accepted and verified drafts that a request begins with
@@ -26,11 +26,13 @@ class _Costs:
         seconds: by number of drafts, seconds of a cycle.
         counts: how many cycles were timed.
         cycles: cycles since a choice was last timed again.
+        probes: how often one was.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=lambda: dict.fromkeys(CHOICES, 0))
     cycles: int = 0
+    probes: int = 0
 
     def note(self, num_drafts: int, seconds: float) -> None:
         """Takes the shorter one of the first two, which may have compiled, then a mean."""
@@ -45,8 +47,9 @@ class DraftPace:
     """Chooses the number of drafts with the most expected tokens per second.
 
     Durations are measured on the engine's own cycles, of each choice, from fewer drafts to more,
-    for batches of about as many requests and tokens. A choice with more drafts is not even tried
-    where the one before would not pay if all of its drafts were accepted.
+    for batches of about as many requests and tokens. A choice with more drafts is not tried where
+    the one before would not pay if all of its drafts were accepted. Now and then one cycle times
+    another choice again, since a machine's other work may have slowed the former ones.
     """
 
     def __init__(self) -> None:
@@ -80,11 +83,10 @@ class DraftPace:
             return untried[0]
         rates = {number: self.expected(request_ids, number) for number in worth}
         best = max(worth, key=lambda number: rates[number] / costs.seconds[number])
-        if costs.cycles >= _PROBED_EVERY and len(worth) > 1:
-            costs.cycles = 0
-            index = worth.index(best)
-            return worth[index + 1] if index + 1 < len(worth) else worth[index - 1]
-        return best
+        if costs.cycles < _PROBED_EVERY:
+            return best
+        costs.cycles, costs.probes = 0, costs.probes + 1
+        return CHOICES[costs.probes % min(len(CHOICES), len(worth) + 1)]
 
     def expected(self, request_ids: list[str], num_drafts: int) -> float:
         """Returns the expected tokens of a cycle, if every draft is accepted equally often."""
