@@ -143,6 +143,20 @@ def test_drafts_of_many_pages_are_rejected_without_a_trace(
     assert crowded["free_at_end"] == crowded["num_blocks"] - 1
 
 
+def test_greedy_requests_stay_stocks_beside_one_with_a_temperature(
+    no_padding: str, run_engine: Run, stock: dict[str, Any]
+) -> None:
+    """It joins while drafts wait to be verified; from then on nothing is drafted."""
+    drawn = request("drawn", prompt(100, seed=5), 30, at_step=7, n=2)
+    report = run_engine(no_padding, [[*batch(), drawn]], settings=SETTINGS, probes=[ALWAYS])
+    tokens = tokens_of(report)
+    assert {name: tokens[name] for name in tokens if "drawn" not in name} == {
+        name: each for name, each in tokens_of(stock).items() if name != "turn"
+    }
+    assert len(tokens["drawn"]) == len(tokens["drawn/1"]) == 30
+    assert any(not any(each) for each in report["numbers"])
+
+
 def test_drafting_ends_where_it_does_not_pay(
     no_padding: str, run_engine: Run, stock: dict[str, Any]
 ) -> None:

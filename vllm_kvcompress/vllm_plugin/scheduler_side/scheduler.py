@@ -206,6 +206,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if self.table is None:
             return super().schedule(*args, **kwargs)
         self.table.selected.clear()
+        if self.spec.settings.draft is not None:
+            compat.drop_drafts_beside_sampling(self)
         if self.canary is not None:
             self._give_way(self.canary)
         if self.spec.pressure_mark is not None and self.running:

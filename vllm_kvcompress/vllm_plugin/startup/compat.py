@@ -241,6 +241,17 @@ def reserve_drafts(scheduler: Any, num_drafts: int) -> None:
     scheduler.num_lookahead_tokens = num_drafts
 
 
+def drop_drafts_beside_sampling(scheduler: Any) -> None:
+    """Drops the drafts of all requests where one of them draws its tokens at random.
+
+    vLLM 0.32's CPU build verifies drafts of such a batch wrongly: it divides logits by memory that
+    was never set instead of temperatures (`cpu_triton_utils._expand_kernel_impl` fills a copy).
+    """
+    if any(request.sampling_params.temperature for request in scheduler.requests.values()):
+        for request in scheduler.running:
+            request.spec_token_ids = []
+
+
 def find_prefix_hit_within(scheduler: Any, request: Request, max_tokens: int) -> Any:
     """Looks up a request's prefix in the cache, up to `max_tokens`.
 
@@ -586,6 +597,11 @@ def block_rows(model_runner: Any) -> tuple[torch.Tensor, Any]:
     table = model_runner.input_batch.block_table[0]
     num_rows = model_runner.input_batch.num_reqs
     return table.get_device_tensor(num_rows), table.num_blocks_per_row * table.block_size
+
+
+def are_all_greedy(model_runner: Any) -> bool:
+    """Whether every request of the batch takes the likeliest token."""
+    return bool(model_runner.input_batch.all_greedy)
 
 
 def most_new_tokens(model_runner: Any) -> int:

@@ -121,7 +121,9 @@ class Drafter:
         )
 
     def propose(self, sampled: list[list[int]], num_tokens: HostNumbers) -> list[list[int]]:
-        """Drafts as many tokens for every request as pay; none beside prompts that are read.
+        """Drafts as many tokens for every request as pay.
+
+        None are drafted beside prompts that are read, and beside requests with a temperature.
 
         Args:
             sampled: new tokens of every row of the batch.
@@ -129,7 +131,8 @@ class Drafter:
         """
         request_ids = compat.input_rows(self._runner)
         self._note_verified(request_ids, sampled)
-        if not self._only_decodes or not all(sampled):
+        can_draft = self._only_decodes and compat.are_all_greedy(self._runner)
+        if not can_draft or not all(sampled):
             return [[] for _ in sampled]
         lengths: HostNumbers = num_tokens[: len(sampled)].astype(np.int64)
         chosen = self.pace.choose(request_ids, int(lengths.sum()))
