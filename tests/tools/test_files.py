@@ -6,6 +6,7 @@ import json
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,24 +21,31 @@ from vllm_kvcompress.tools.files import append, check_writable, make_folder, wri
 FULL = 8192  # bytes, after which the disk is full
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow beyond FULL bytes; the kernel then refuses as on a full disk."""
+    """No file may grow beyond FULL bytes; the kernel then refuses as on a full disk.
+
+    A fixture would still hold when pytest writes the test's result, maybe to a longer file.
+    """
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, former[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_whole(path, "old")
-    with pytest.raises(FileError, match=r"results\.json: File too large; expected"):
+    with (
+        full_disk(),
+        pytest.raises(FileError, match=r"results\.json: File too large; expected"),
+    ):
         write_whole(path, "x" * 2 * FULL)
     assert path.read_text() == "old"
     append(path, "y" * (FULL - 4))
-    with pytest.raises(FileError, match="File too large"):
+    with full_disk(), pytest.raises(FileError, match="File too large"):
         append(path, "z" * 100)
     assert path.read_text() == "old" + "y" * (FULL - 4)
     assert list(tmp_path.iterdir()) == [path]
