@@ -173,11 +173,12 @@ MORE: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0] * (LAYERS // 2),
     },
     "Mamba2ForCausalLM": {"num_heads": 8},
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "softmax"},  # on CPUs
     "MiMoV2FlashForCausalLM": {**_MIMO},
     "MistralForCausalLM": {"sliding_window": None},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "mlp", "attention"]},
     "OPTForCausalLM": {"ffn_dim": 128, "word_embed_proj_dim": 128},
+    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
     "Zamba2ForCausalLM": {
         "layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2),
         "num_key_value_heads": 4,
