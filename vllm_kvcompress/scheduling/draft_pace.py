@@ -12,8 +12,10 @@ from itertools import pairwise
 MAX_DRAFTS = 7  # with the token behind them a step verifies 8 queries of a request
 CHOICES = (0, 1, 3, MAX_DRAFTS)
 _MEASURED = 2  # cycles that are timed of each choice, before choices are compared
-_PROBED_EVERY = 64  # cycles after which some choice is timed again
+_PROBED_FIRST = 8  # cycles after which some choice is timed again; twice as many each time,
+_PROBED_EVERY = 64  # up to these
 _NEW = 0.2  # weight of a new duration
+_NEW_SHORTER = 0.5  # of one that is shorter than the former ones
 _KEPT = 0.95  # weight of a request's former drafts when new ones have been verified
 _EXPECTED = (8.0, 10.0)  # accepted and verified drafts that a request begins with
 
@@ -35,10 +37,13 @@ class _Costs:
     probes: int = 0
 
     def note(self, num_drafts: int, seconds: float) -> None:
-        """Takes the shorter one of the first two, which may have compiled, then a mean."""
-        former = self.seconds.get(num_drafts, seconds)
-        mean = (1 - _NEW) * former + _NEW * seconds
-        few = self.counts[num_drafts] < _MEASURED
+        """Takes the shorter one of the first two, which may have compiled, then a mean.
+
+        Shorter ones count more in it, since a machine's other work only makes cycles longer.
+        """
+        former, few = self.seconds.get(num_drafts, seconds), self.counts[num_drafts] < _MEASURED
+        new = _NEW_SHORTER if seconds < former else _NEW
+        mean = (1 - new) * former + new * seconds
         self.seconds[num_drafts] = min(former, seconds) if few else mean
         self.counts[num_drafts] += 1
 
@@ -83,7 +88,7 @@ class DraftPace:
             return untried[0]
         rates = {number: self.expected(request_ids, number) for number in worth}
         best = max(worth, key=lambda number: rates[number] / costs.seconds[number])
-        if costs.cycles < _PROBED_EVERY:
+        if costs.cycles < min(_PROBED_EVERY, _PROBED_FIRST << costs.probes):
             return best
         costs.cycles, costs.probes = 0, costs.probes + 1
         return CHOICES[costs.probes % min(len(CHOICES), len(worth) + 1)]
