@@ -24,6 +24,7 @@ class CompressedCPULatentImpl(CompressedLatentImpl, cpu_mla.CPUMLAImpl):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,  # of vLLM 0.33, for quantized caches
     ) -> None:
         """Writes latent rows to a block-major cache, which vLLM's method cannot view as rows."""
         if not kv_cache.numel():
