@@ -100,6 +100,23 @@ def test_server_ends_with_status_1_when_its_engine_is_killed_at_start(tmp_path: 
             assert server.wait(SECONDS) == 1
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_server_that_is_asked_to_end_while_it_starts_ends(
+    tmp_path: Path, number: int, status: int
+) -> None:
+    """Its engine has been started and is waited for."""
+    log = tmp_path / "log"
+    with starting(OUR_SERVE, ARGUMENTS, log) as (server, _):
+        end = time.monotonic() + SECONDS
+        while "EngineCore pid" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+        with nothing_left_of(server):
+            server.send_signal(number)
+            assert server.wait(SECONDS) == status
+    assert "while the server started" in log.read_text()
+    assert "Application startup complete" not in log.read_text()
+
+
 @contextmanager
 def failing_server(
     folder: Path, options: Sequence[str] = ()

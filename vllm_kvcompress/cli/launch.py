@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -18,7 +19,7 @@ from typing import Any, TypeVarTuple
 
 import uvloop
 from vllm import AsyncEngineArgs, envs
-from vllm.entrypoints.cli.serve import ServeSubcommand, run_server
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -168,11 +169,18 @@ def _run_one_server(arguments: argparse.Namespace) -> None:
     """Serves until it is asked to end; EngineError: it ended otherwise."""
     arguments.api_server_count = None  # none of several
     loop = _Loop()
-    uvloop.run(run_server(arguments), loop_factory=lambda: loop)
+    server = compat.run_api_server(arguments, _end_start)
+    uvloop.run(server, loop_factory=lambda: loop)
     if not loop.asked_to_end:
         raise EngineError(
             "the server ended although nobody had asked it to; its engine's last words are above."
         )
+
+
+def _end_start(number: int, *_: object) -> None:
+    """Ends a server that has not begun to listen; its engine ends with it."""
+    _say(f"{'interrupted' if number == signal.SIGINT else 'terminated'} while the server started")
+    raise SystemExit(128 + number)
 
 
 def check_command(command: list[str]) -> str:

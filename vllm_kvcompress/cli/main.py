@@ -18,7 +18,7 @@ from vllm_kvcompress.errors import ConfigError, EngineError, FileError
 PROGRAM = "vllm-kvcompress"
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # as shells have it: 128 and the signal's number
+EXIT_INTERRUPTED = 130  # as shells have it: 128 and the signal's number
 
 # Each has a module of this package with `add_options(parser)` and `run(arguments) -> int`.
 _COMMANDS = {
@@ -44,20 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 2 when settings were refused, with one line on stderr; 1 when an
-        engine ended or a file could not be written; 130 when the user interrupted the command;
-        143 after SIGTERM while a server started.
+        engine ended or a file could not be written; 130 when the user interrupted the command.
+
+    Raises:
+        SystemExit: 130 or 143, after SIGINT or SIGTERM while a server started.
     """
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except (ConfigError, EngineError, FileError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED
-    except KeyboardInterrupt as interrupt:
-        # vLLM turns SIGTERM into one while it starts.
-        terminated = interrupt.args == ("terminated",)
-    # Printed here, since progress bars print their last lines as the exception passes them.
-    print(f"\n{PROGRAM}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
-    return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        # Printed here, since progress bars print their last lines as the exception passes them.
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:

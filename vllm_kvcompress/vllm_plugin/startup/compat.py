@@ -6,7 +6,10 @@ When vLLM changes, read this file first; `scripts/checks/check_vllm.py` says wha
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import signal
+from argparse import Namespace
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -127,6 +130,30 @@ def prepare_environment() -> None:
     except ImportError:  # since 0.33
         from vllm.entrypoints.common.startup import cli_env_setup
     cli_env_setup()
+
+
+async def run_api_server(arguments: Namespace, interrupted: Callable[..., None]) -> None:
+    """Runs vLLM's API server in this process, as its `run_server` does.
+
+    Args:
+        arguments: of `vllm serve`.
+        interrupted: handles SIGINT and SIGTERM until the server listens. vLLM's own handler raises
+            KeyboardInterrupt, which `zmq_socket_ctx` swallows, around the wait for the engine: a
+            server that is asked to end while it starts would go on and serve.
+    """
+    from vllm.entrypoints.cli.serve import setup_server
+    from vllm.utils.system_utils import decorate_logs
+
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+    except ImportError:  # in older versions
+        from vllm.entrypoints.openai.api_server import run_server_worker
+    decorate_logs("APIServer")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupted)
+    takes_port = "reuse_port" in inspect.signature(setup_server).parameters  # since 0.32
+    address, sock = setup_server(arguments, **({"reuse_port": False} if takes_port else {}))
+    await run_server_worker(address, sock, arguments)
 
 
 def kv_cache_groups(vllm_config: VllmConfig, specs: dict[str, Any]) -> list[Any]:
