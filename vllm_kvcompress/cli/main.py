@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
-        # Printed here, since progress bars print their last lines as the exception passes them.
-        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        pass
+    # Behind the exception, whose frames hold progress bars: they print a last line as they go.
+    print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
