@@ -49,7 +49,10 @@ def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
         )
     if config.speculative_config is not None:
         option = "--speculative-config" if settings.draft is None else "--kv-draft"
-        yield f"{name}, of which vLLM's backend for CPUs reads one token per step; remove {option}."
+        yield (
+            f"{name}, whose decode kernel on CPUs takes one new token per request and step, so it "
+            f"cannot verify drafts; remove {option}."
+        )
     if settings.read is not None:
         yield (
             f"{name}, and --kv-read chooses pages by the keys of heads, which latent rows are not; "

@@ -1,9 +1,9 @@
 """Attention of compressed requests in MLA layers, whose latent rows all query heads read.
 
-A request has one page table per layer. Requests that generate are handed to vLLM's own decode
-kernel over the flat page array. Chunks of a prompt behind a context, compressed or not, read the
-context's pages with absorbed queries; vLLM's CPU backend reads whole prompts only. The classes
-here are mixed into a backend's.
+A request has one page table per layer. vLLM's own decode kernel computes the attention of requests
+that generate, over the flat page array. Chunks of a prompt behind a context, compressed or not,
+read the context's pages with absorbed queries; vLLM's CPU backend reads whole prompts only. The
+classes here are mixed into a backend's.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CompressedLatentBackend(CompressedBackend):
 
 
 class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
-    """Splits a step's requests by what attends for them."""
+    """Splits a step's requests by what computes their attention."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], *args: Any, **kwargs: Any
@@ -123,11 +123,11 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
         return metadata
 
     def build_plain(self, common: CommonAttentionMetadata, common_prefix_len: int = 0) -> Any:
-        """Builds vLLM's metadata of requests that its own kernels attend for."""
+        """Builds vLLM's metadata of requests whose attention its own kernels compute."""
         return super(CompressedBuilder, self).build(common_prefix_len, common)
 
     def _build_whole(self, common: CommonAttentionMetadata, num_decodes: int, num_rows: int) -> Any:
-        """Builds metadata of all requests for the layer, which divides rows by them."""
+        """Builds metadata of all requests, by which vLLM's layer tells decodes from the others."""
         decode = MLACommonDecodeMetadata(
             common.block_table_tensor[:num_decodes], common.seq_lens[:num_decodes], None
         )
