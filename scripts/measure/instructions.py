@@ -20,11 +20,15 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product, takewhile
 from operator import eq
 from pathlib import Path
+from threading import Lock
 from typing import Any
+
+from tqdm import tqdm
 
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 from vllm_kvcompress.tools.files import append
@@ -183,26 +187,33 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=600, help="of the text between (600)")
     parser.add_argument("--max-tokens", type=int, default=48, help="of a reply (48)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first prompt (0)")
+    parser.add_argument("--concurrency", type=int, default=4, help="prompts at a time (4)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     rows = [json.loads(line) for line in lines]
     done = {(row["condition"], row["kind"], row["seed"]) for row in rows}
-    haystack = HAYSTACK.read_text()
-    for seed in range(options.seed, options.seed + options.samples):
-        for kind in KINDS:
-            asked = prompt(kind, seed)
-            filler = filler_of(haystack, options.words, seed)
-            tokens, span = tokens_of(tokenizer, asked, filler)
-            for name, xargs in CONDITIONS.items():
-                if (name, kind, seed) in done:
-                    continue
-                protect: dict[str, Any] = {"kv_protect": span} if "protected" in name else {}
-                reply = ask(options.url, tokens, xargs | protect, options.max_tokens)
-                row = {"condition": name, "kind": kind, "seed": seed, "tokens": len(tokens)}
-                rows.append(row | {"followed": followed(asked, reply), "reply": reply})
-                append(options.out, json.dumps(rows[-1]) + "\n")
+    haystack, writes = HAYSTACK.read_text(), Lock()
+
+    def ask_all(seed: int, kind: str) -> None:
+        """Asks a prompt under every condition that is missing, one after the other."""
+        asked = prompt(kind, seed)
+        tokens, span = tokens_of(tokenizer, asked, filler_of(haystack, options.words, seed))
+        for name, xargs in CONDITIONS.items():
+            if (name, kind, seed) in done:
+                continue
+            protect: dict[str, Any] = {"kv_protect": span} if "protected" in name else {}
+            reply = ask(options.url, tokens, xargs | protect, options.max_tokens)
+            row = {"condition": name, "kind": kind, "seed": seed, "tokens": len(tokens)}
+            row |= {"followed": followed(asked, reply), "reply": reply}
+            with writes:
+                rows.append(row)
+                append(options.out, json.dumps(row) + "\n")
+
+    prompts = list(product(range(options.seed, options.seed + options.samples), KINDS))
+    with ThreadPoolExecutor(options.concurrency) as pool:
+        list(tqdm(pool.map(ask_all, *zip(*prompts, strict=True)), total=len(prompts)))
     print("\n".join(table(rows, list(CONDITIONS))))
 
 
