@@ -30,6 +30,7 @@ FIGURES = {
     "peak_usage": 0.9,
     "preemptions": 0,
     "events": 0,
+    "shadows": 0,
     "scheduler_per_request": 5e-5,
     "timeline": {"seconds": [0.1, 0.2], "running": [1, 2], "usage": [0.5, 0.9]},
 }
@@ -167,6 +168,15 @@ def test_more_requests_at_once_from_the_same_pool(tmp_path: Path) -> None:
         assert len(figure) == 1, name
         assert figure[0]["output_throughput"] == pytest.approx(8 * 32 / figure[0]["seconds"])
     assert {"decode_throughput", "request_throughput", "ttft", "tpot"} <= set(figures["ratios"])
+
+
+def test_answers_are_scored_again_between_arrivals(tmp_path: Path) -> None:
+    """All requests are sampled; stock scores no answer."""
+    options = ["--requests", "6", "--prompt", "1024", "--output", "16", "--kv-shadow", "1"]
+    figures = bench(tmp_path, "mixed", *options)
+    assert figures["settings"]["shadow"] == 1
+    assert figures["medians"]["stock"]["shadows"] == 0
+    assert figures["medians"]["compressed"]["shadows"] > 0
 
 
 def test_a_prompt_that_stock_refuses_is_served(tmp_path: Path) -> None:

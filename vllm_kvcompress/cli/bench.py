@@ -20,7 +20,7 @@ from vllm_kvcompress.tools.files import make_folder
 
 _SETTINGS = (
     *("policy", "budget", "calibration", "trigger", "reuse_conversations", "spill", "read"),
-    *("draft", "params"),
+    *("draft", "params", "shadow"),
 )
 _DESCRIPTION = """\
 Drives a load through stock vLLM and through compressed serving, in turns, on a model with random

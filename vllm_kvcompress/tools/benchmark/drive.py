@@ -67,6 +67,7 @@ class Driver:
         self._requests_in_step = 0
         self._only_decodes = False
         self._num_replied = 0
+        self._num_shadows_before = self._count_shadows()
 
     def run(self, arrivals: list[Arrival]) -> None:
         """Serves all requests to their ends."""
@@ -84,6 +85,8 @@ class Driver:
                 self._add(arrival)
             if self._engine.has_unfinished_requests():
                 ended |= self._step()
+            elif waiting and self._scheduler.has_requests():  # answers that --kv-shadow scores
+                self._step()
             elif waiting:
                 time.sleep(max(0.0, min(a.seconds for a in waiting) - self._now()))
 
@@ -138,6 +141,7 @@ class Driver:
             "scheduler_per_request": scheduler_seconds / max(1, sum(s.running for s in steps)),
             "preemptions": self._preemptions,
             "events": self._events,
+            "shadows": self._count_shadows() - self._num_shadows_before,
             "peak_usage": max(step.usage for step in steps),
             "peak_running": max(step.running for step in steps),
             "hit_rate": cached_tokens / sum(len(output.prompt_token_ids) for output in outputs),
@@ -180,6 +184,11 @@ class Driver:
     def _count_replied(self) -> int:
         """Counts the tokens that have been generated so far."""
         return sum(len(output.outputs[0].token_ids) for output in self._outputs.values())
+
+    def _count_shadows(self) -> int:
+        """Counts the answers that were sent to be scored with the full cache so far."""
+        canary = getattr(self._scheduler, "canary", None)
+        return 0 if canary is None else int(canary.num_sent)
 
     def _now(self) -> float:
         return time.perf_counter() - self._started

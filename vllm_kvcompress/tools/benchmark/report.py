@@ -30,6 +30,7 @@ _ROWS = (
     ("peak_usage", "peak usage of the pool", 1, 2),
     ("preemptions", "preemptions", 1, 0),
     ("events", "compression events", 1, 0),
+    ("shadows", "answers sent to be scored again", 1, 0),
     ("scheduler_per_request", "scheduler per request and step, us", 1e6, 1),
 )
 

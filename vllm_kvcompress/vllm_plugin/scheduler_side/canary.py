@@ -80,6 +80,7 @@ class Canary:
 
     Attributes:
         stats: where results are counted; the scheduler sets it anew after every step.
+        num_sent: answers that were queued to be scored, those counted again that gave way.
     """
 
     def __init__(self, fraction: float, table: RequestTable, max_model_len: int) -> None:
@@ -90,7 +91,7 @@ class Canary:
         self._pending: deque[Answer] = deque()
         self._scored: Answer | None = None  # whose shadow is in the scheduler
         self._shadow_id = ""
-        self._num_sent = 0
+        self.num_sent = 0
         self.stats = StepStats()
 
     @property
@@ -166,8 +167,8 @@ class Canary:
         if not self._pending or self._pending[0].request.num_tokens > room_tokens:
             return None
         self._scored = answer = self._pending.popleft()
-        self._num_sent += 1
-        self._shadow_id = f"kvcompress-shadow-{self._num_sent}"
+        self.num_sent += 1
+        self._shadow_id = f"kvcompress-shadow-{self.num_sent}"
         tokens = list(answer.request.all_token_ids[: self._max_tokens])
         # The last token before the answer is computed anew, since its logits are the first ones.
         self._table.shadows[self._shadow_id] = answer.request.num_prompt_tokens - 1
