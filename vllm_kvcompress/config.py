@@ -103,6 +103,11 @@ def _are_spans(bounds: list[int]) -> bool:
     return all(one < other + index % 2 for index, (one, other) in pairs)
 
 
+def _switch(value: object) -> object:
+    """Takes True as 1.0, and False as None."""
+    return (1.0 if value else None) if isinstance(value, bool) else value
+
+
 def _boolean(value: object) -> object:
     return bool(value) if isinstance(value, int) and value in (0, 1) else value
 
@@ -156,10 +161,20 @@ class Settings(Options):
         "ROLE,...",
         example="system,tools",
     )
-    keep_prompt: bool = option(
-        False,
-        "keep prompts [whole](#what-is-never-evicted), so that only generated tokens are evicted; "
-        "with a ceiling, `decode:N` or --kv-after-reasoning",
+    protect_mode: Literal["whole", "fair"] = option(
+        "whole",
+        "what is kept of [protected tokens](#what-is-never-evicted): `whole`, all of them; `fair`, "
+        "of each span at least the share that a head keeps of everything",
+        "MODE",
+        example="fair",
+    )
+    keep_prompt: Annotated[Fraction | None, BeforeValidator(_switch)] = option(
+        None,
+        "keep prompts [whole](#what-is-never-evicted), so that only generated tokens are evicted, "
+        "or in every head the part `0.25`; with a ceiling, `decode:N` or --kv-after-reasoning",
+        "F",
+        const=1.0,
+        example=0.25,
     )
     after_reasoning: Annotated[float, Field(ge=0, lt=1)] | None = option(
         None,
@@ -403,8 +418,23 @@ class Settings(Options):
                 f"protect: with {other} parts of protected messages would not be read; leave one "
                 "of the two out."
             )
-        if not self.keep_prompt:
+        if self.protect_mode == "fair" and self.keep_prompt is not None:
+            raise ValueError(
+                "protect_mode fair: keep_prompt says how much every head keeps of a prompt; leave "
+                "one of the two out."
+            )
+        if self.span_share != 1.0 and self.after_reasoning is not None:
+            raise ValueError(
+                f"after_reasoning {self.after_reasoning:g}: expected protected tokens that are "
+                "kept whole, as answers are; leave out protect_mode fair, or keep_prompt's part."
+            )
+        if self.keep_prompt is None:
             return
+        if self.protect and self.keep_prompt < 1.0:
+            raise ValueError(
+                f"protect: with keep_prompt {self.keep_prompt:g} no part of a prompt is kept "
+                "whole; leave one of the two out."
+            )
         if self.read is not None or self.conversations is not None:
             other = "read" if self.read is not None else "reuse_conversations"
             raise ValueError(
@@ -459,6 +489,13 @@ class Settings(Options):
         profiled = self.policy in (PROFILED_POLICY, PROFILED_POLICY_BELOW)
         has_heads = self.measure_heads or (self.profile is not None and profiled)
         return named_policy(policy, has_heads, self.ceiling or self.budget)
+
+    @property
+    def span_share(self) -> float | None:
+        """Part of protected tokens that every head keeps; None: as much as it keeps of all."""
+        if self.protect_mode == "fair":
+            return None
+        return 1.0 if self.keep_prompt is None else self.keep_prompt
 
     @property
     def has_heads(self) -> bool:
@@ -679,6 +716,7 @@ class Settings(Options):
             decode_tokens=intervals.get("decode"),
             pressure_mark=self.pressure_mark,
             min_tokens=self.min_tokens,
+            span_share=self.span_share,
             ceiling_blocks=None if self.ceiling is None else self.ceiling // block_size,
             after_reasoning=self.after_reasoning,
             **vars(demand),

@@ -117,7 +117,7 @@ def test_nothing_but_former_kept_pages_is_written(
     first = one.compress(POSITIONS[0])
     allowed = [set(first.kept_pages(layer).tolist()) for layer in range(NUM_LAYERS)]
     per_layer = [
-        set(first.fresh_pages.tolist()) if first.state_pages else pages for pages in allowed
+        set(first.fresh_pages.tolist()) if any(first.state_pages) else pages for pages in allowed
     ]
     for position in POSITIONS[1:]:
         watched = Watched(one)

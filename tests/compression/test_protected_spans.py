@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from vllm_kvcompress.scheduling.plan import Spans, num_in_spans
 EVICTING = [p for p in POLICIES if not any(part.stages.merge for part in describe(p))]
 POSITIONS = (70, 103, 115, 140)
 SHAPE = Shape(pages=(9, 9), group=2, block_size=BLOCK_SIZE)
+LONG_SPANS = ((8, 40), (66, 100))
 SPANS = ((5, 9), (66, 68), (80, 86))  # within the first event, around its partial block, later
 
 
@@ -85,6 +87,52 @@ def test_every_head_keeps_protected_tokens_once_and_first(
             for tokens in heads:
                 assert sorted(tokens[: len(expected)]) == expected
                 assert len({*tokens}) == len(tokens)
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("kind", [PackedPagePool, InterleavedPagePool])
+def test_every_span_keeps_its_share_in_every_head(
+    policy: str, kind: type[PagePool], tmp_path: Path
+) -> None:
+    """In mode fair: of what the policy chooses freely, at every event of a request."""
+    pipeline = replace(make_pipeline(policy, SHAPE, tmp_path), span_share=None)
+    request = Request(pipeline, make_pool(kind), "tokens", POSITIONS, protected=LONG_SPANS)
+    token_of = token_of_key(request)
+    protection = pipeline.protection
+    held: list[list[set[int]]] = [[set()] * NUM_HEADS] * NUM_LAYERS
+    start, num_lost = 0, 0
+    for position in POSITIONS:
+        request.compress(position)
+        end = position // BLOCK_SIZE * BLOCK_SIZE
+        layers = kept_tokens(request, token_of)
+        for heads, heads_before in zip(layers, held, strict=True):
+            for tokens, before in zip(heads, heads_before, strict=True):
+                assert len({*tokens}) == len(tokens)
+                fraction = protection.recent_fraction * (len(tokens) + position - end)
+                recent = max(protection.num_recent, int(fraction), 1)
+                free = max(0, len(tokens) - protection.num_sinks - recent)
+                for first, last in LONG_SPANS:
+                    span = set(range(first, min(last, end)))
+                    candidates = span & (before | {*range(start, end)})
+                    share = min(len(span) * free // end, len(candidates))
+                    assert len(span & {*tokens}) >= share
+                    num_lost += len(span) - len(span & {*tokens})
+        held, start = [[{*tokens} for tokens in heads] for heads in layers], end
+    assert num_lost
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_every_head_keeps_a_part_of_the_prompt(policy: str, tmp_path: Path) -> None:
+    """A tenth of the first 60 tokens, however many are generated behind them."""
+    pipeline = replace(make_pipeline(policy, SHAPE, tmp_path), span_share=0.1)
+    pool = make_pool(InterleavedPagePool)
+    request = Request(pipeline, pool, "tokens", POSITIONS, protected=((0, 60),))
+    token_of = token_of_key(request)
+    for position in POSITIONS:
+        request.compress(position)
+        for heads in kept_tokens(request, token_of):
+            for tokens in heads:
+                assert len({*tokens} & {*range(60)}) >= 6
 
 
 @settings(deadline=None, max_examples=25)

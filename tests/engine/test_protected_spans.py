@@ -43,7 +43,27 @@ def test_decoding_matches_dense_attention_over_what_is_kept(llama: str, run_engi
     check_as_alone(report["outputs"], ["other"])
 
 
+def test_fair_spans_keep_their_share_where_they_exceed_the_budget(
+    llama: str, run_engine: Run
+) -> None:
+    """300 of 640 tokens are protected, and heads keep 160 in the mean."""
+    ours = request("ours", prompt(640, 1), 40, xargs={"kv_protect": [0, 100, 300, 500]})
+    settings = {"policy": "adakv+criticalkv", "budget": 0.25, "protect_mode": "fair"}
+    report = run_engine(llama, [[ours]], settings=settings, record_kept=True)
+    kept = report["kept"][:LAYERS]
+    assert all(sum(record["counts"]) == 2 * 5 for record in kept)  # the blocks of any policy
+    window = 32  # which adakv protects
+    for layer in kept_positions(kept, LAYERS):
+        for tokens in layer:
+            free = len(tokens) - window
+            for first, last in ((0, 100), (300, 500)):
+                share = (last - first) * free // 640
+                assert 0 < share <= len({*tokens} & {*range(first, last)})
+    check_decoding(llama, prompt(640, 1), kept, report["outputs"]["ours"])
+
+
 SERVERS: dict[str, dict[str, Any]] = {
+    "fair": {"policy": "adakv", "budget": 0.25, "trigger": "decode:32", "protect_mode": "fair"},
     "chunks": {"policy": "snapkv", "budget": 0.4, "trigger": "chunk:96,decode:24"},
     "in any order": {"policy": "keydiff", "budget": 160, "trigger": "chunk:128,decode:32"},
     "ceiling": {"policy": "h2o", "ceiling": 200},
@@ -97,6 +117,18 @@ def test_a_prompt_is_kept_whole_under_a_ceiling(llama: str, run_engine: Run) -> 
     assert len(report["outputs"]["does not"]["tokens"]) == 60
 
 
+def test_a_part_of_a_prompt_is_kept_under_a_ceiling(llama: str, run_engine: Run) -> None:
+    """At every event a quarter of the prompt, which alone exceeds the ceiling, in every head."""
+    settings = {"policy": "adakv", "ceiling": 256, "keep_prompt": 0.25}
+    phases = [[request("ours", prompt(400, 1), 400)]]
+    report = run_engine(llama, phases, settings=settings, record_kept=True, environment=CHECKED)
+    assert len(report["events"]) > 3
+    last = report["kept"][:LAYERS]  # of the first event, whose positions are tokens
+    for layer in kept_positions(last, LAYERS):
+        assert all(len({*places} & {*range(256)}) >= 64 for places in layer)
+    assert report["most_held_tokens"] <= 256
+
+
 def test_a_budget_without_room_leaves_the_request_whole(llama: str, run_engine: Run) -> None:
     """It is counted, and answered as stock vLLM answers."""
     protected = request("most", prompt(640, 1), 20, xargs={"kv_protect": [0, 150]})
@@ -110,15 +142,19 @@ def test_a_budget_without_room_leaves_the_request_whole(llama: str, run_engine: 
     assert len(report["events"]) == 1
 
 
-def test_conversations_go_on_with_the_same_spans_only(llama: str, run_engine: Run) -> None:
-    """A state's first entries are those that its request protected."""
+@pytest.mark.parametrize("mode", ["whole", "fair"])
+def test_conversations_go_on_with_the_same_spans_only(
+    llama: str, run_engine: Run, mode: str
+) -> None:
+    """What a state keeps follows from what its request protected."""
     same = {"kv_protect": [0, 100]}
     first = request("first", prompt(500, seed=1), 20, xargs=same)
     phases = [[first]]
     for name, xargs in (("same", same), ("none", {}), ("other", {"kv_protect": [0, 90]})):
         phases.append([request(name, prompt(40, seed=5), 60, follows="first", xargs=xargs)])
-    settings = {"policy": "attention", "budget": 0.4, "trigger": "prompt,decode:32"}
-    settings["reuse_conversations"] = "reuse"
+    settings: dict[str, Any] = {"policy": "attention", "budget": 0.4}
+    settings["trigger"] = "prompt,decode:32"
+    settings |= {"reuse_conversations": "reuse", "protect_mode": mode}
     report = run_engine(llama, phases, settings=settings, environment=CHECKED)
     assert report["conversations_continued"] == 1
 
@@ -135,6 +171,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"policy": "adakv"}, list(range(0, 130)), "up to 64 spans"),
     ({"policy": "kvmerger"}, [0, 5], "kvmerger merges evicted tokens"),
     ({"policy": "adakv", "read": "quest:0.5"}, [0, 5], "read a part of the cache"),
+    ({"policy": "adakv", "ceiling": 512, "keep_prompt": 0.5}, [0, 5], "keeps 0.5 of every"),
     ({"policy": "adakv", "budget": 512}, [0, 600], "fewer tokens than the 512 .* found 600"),
     ({"policy": "adakv", "ceiling": 256}, [0, 200, 210, 300], "the 256 .* found 290"),
 ]
@@ -166,6 +203,9 @@ def test_spans_are_pairs_or_flat(spans: list[Any]) -> None:
             {"policy": "adakv", "trigger": "decode:64", "reuse_conversations": "reuse"},
             "with reuse_conversations",
         ),
+        ({"policy": "adakv", "ceiling": 512, "protect_mode": "fair"}, "keep_prompt says how much"),
+        ({"policy": "adakv", "after_reasoning": 0.1, "keep_prompt": 0.5}, "kept whole, as answers"),
+        ({"policy": "adakv", "ceiling": 512, "protect": "tools", "keep_prompt": 0.5}, "no part of"),
     ],
     ids=str,
 )
@@ -173,4 +213,4 @@ def test_prompts_that_could_not_stay_whole_are_refused(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_settings(Settings.from_dict({**settings, "keep_prompt": True}))
+        resolve_settings(Settings.from_dict({"keep_prompt": True, **settings}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,12 @@ from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.top_entries import sortable, top_entries
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.criticalkv import CriticalKV
-from vllm_kvcompress.policies.parts.selection import NOTHING_PROTECTED, Protection, Selector
+from vllm_kvcompress.policies.parts.selection import (
+    NOTHING_PROTECTED,
+    Protection,
+    Selector,
+    best_of_spans,
+)
 
 SHAPE = Shape(pages=(8, 8), tail=1, group=2)
 
@@ -72,6 +78,60 @@ def test_protection_is_that_of_the_loop(
     expected = oracles.protected(head, pages * 4, sinks, recent, share)
     assert set(mask[0].nonzero()[:, 0].tolist()) == expected
     assert len(expected) <= pages * 4
+
+
+@given(
+    bounds=st.lists(st.integers(0, 47), max_size=8, unique=True),
+    sinks=st.integers(0, 6),
+    recent=st.integers(0, 9),
+    pages=st.tuples(st.integers(0, 8), st.integers(0, 5)),
+    resident=st.booleans(),
+    part=st.sampled_from([None, 0.1, 0.25, 0.7]),
+    seed=st.integers(0, 99),
+)
+def test_best_of_spans_are_those_of_the_loop(
+    bounds: list[int],
+    sinks: int,
+    recent: int,
+    pages: tuple[int, int],
+    resident: bool,
+    part: float | None,
+    seed: int,
+) -> None:
+    """Of each span the best by score, at a first event, and where earlier ones left gaps.
+
+    A given part is that of one span, the prompt.
+    """
+    ends = sorted(bounds)[: len(bounds) // 2 * 2 if part is None else 2]
+    ends = ends[: len(ends) // 2 * 2]
+    spans = list(zip(ends[::2], ends[1::2], strict=True))
+    num_read = 48 if resident else 32
+    spans = [(min(start, num_read), min(end, num_read)) for start, end in spans]
+    view = make_view(Shape(pages=(8, 5), tail=1), 1)
+    draw = torch.Generator().manual_seed(seed)
+    positions = [sorted(torch.randperm(48, generator=draw)[:32].tolist()) for _ in range(2)]
+    if resident:
+        view = replace(view, entries=replace(view.entries, positions=torch.tensor(positions)))
+    else:
+        positions = [list(range(32))] * 2
+    view = replace(view, shared_spans=torch.tensor([[(0, num_read), *spans]]))
+    scores, kept = scores_for(view, seed), [4 * count for count in pages]
+    mask = best_of_spans(view, scores, torch.tensor(kept), Protection(sinks, recent), part)
+    for number, head in enumerate(oracles.heads_of(view)):
+        own = 0  # tokens that a given part has before the policy's sinks and recent ones
+        if part is not None and spans:
+            ((start, end),) = spans
+            own = min(kept[number], math.ceil(round(part * (end - start), 6)))
+        expected = oracles.protected(head, kept[number] - own, sinks, recent, 0.0)
+        free = kept[number] - len(expected)
+        others = [entry for entry in range(head.size) if entry not in expected]
+        for start, end in spans:
+            inside = [entry for entry in others if start <= positions[number][entry] < end]
+            share = (end - start) * free // num_read
+            share = share if part is None else own
+            expected |= set(oracles.best(inside, scores[number].tolist(), min(share, len(inside))))
+        assert set(mask[number].nonzero()[:, 0].tolist()) == expected
+        assert len(expected) <= kept[number]
 
 
 def test_small_budgets_shrink_recent_tokens_then_sinks() -> None:

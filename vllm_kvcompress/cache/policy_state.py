@@ -7,7 +7,7 @@ Numbers per entry are ordered by name (`Pipeline.token_state`), and within a nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,7 +82,7 @@ class StatePagePlaces:
     offsets: Tensor | None
 
     @classmethod
-    def of(cls, rows: list[tuple[int, int, int]], pool: PagePool) -> StatePagePlaces:
+    def of(cls, rows: Sequence[tuple[int, int, int]], pool: PagePool) -> StatePagePlaces:
         """Places pages row after row, from each row's relative layer, slot and page count."""
         layers, slots, counts = np.array(rows).T
         width = int(counts.max())

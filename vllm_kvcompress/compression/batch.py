@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.policy_state import StatePagePlaces
 from vllm_kvcompress.cache.query_windows import WindowRows
-from vllm_kvcompress.compression.event import Event
+from vllm_kvcompress.compression.event import Event, num_protected
 from vllm_kvcompress.compression.layer import Totals, protected_pages
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
@@ -75,7 +75,8 @@ class EventBatch:
         num_tail: tokens of the longest partial block.
         tails: [R, 1] int64 tokens of each partial block where they differ; else None.
         protected: [R, 1 + spans, 2] int64 bounds of what requests protect: of entries that earlier
-            events kept, then of logical tokens; padded with empty spans. None: nothing is.
+            events kept of it, then of logical tokens; padded with empty spans. Where spans keep a
+            share, the first are the bounds of all tokens that the event reads. None: nothing is.
         layers: for each layer, the layers that it is compressed with.
         holds: whether queries are gone after their layer, so that they are held.
         queries_at: places of the observed queries, once they are looked up.
@@ -200,17 +201,17 @@ def _layers(events: list[Event], pool: PagePool, num_together: int) -> Iterator[
     runs = [range(*ends) for ends in pairwise(firsts)]
     pages = _pages(events, runs, pool)
     totals = _totals(events, runs, pool)
-    states: dict[int, StatePagePlaces] = {}
+    states: dict[tuple[tuple[int, int, int], ...], StatePagePlaces] = {}
     start = 0
     for layers, total in zip(runs, totals, strict=True):
-        if len(layers) not in states:
-            rows = [
-                (layer, event.slot, event.state_pages)
-                for layer in range(len(layers))
-                for event in events
-            ]
-            states[len(layers)] = StatePagePlaces.of(rows, pool)
-        state = states[len(layers)]
+        rows = tuple(
+            (layer - layers.start, event.slot, event.state_pages[layer])
+            for layer in layers
+            for event in events
+        )
+        if rows not in states:
+            states[rows] = StatePagePlaces.of(rows, pool)
+        state = states[rows]
         end = start + total.num_pages
         state_pages = pages[end : end + state.num_pages]
         yield from [EventLayers(layers, total, pages[start:end], state_pages, state)] * len(layers)
@@ -223,7 +224,7 @@ def _pages(events: list[Event], runs: list[range], pool: PagePool) -> Tensor:
     pages = events[0].fresh_pages
     if len(events) > 1:
         pages = torch.cat([event.fresh_pages for event in events])
-    elif len(runs) == pool.num_layers or not events[0].state_pages:
+    elif len(runs) == pool.num_layers or not any(events[0].state_pages):
         return pages  # already in this order
     ends = np.cumsum([event.fresh_pages.numel() for event in events])
     firsts = [int(end) - event.fresh_pages.numel() for end, event in zip(ends, events, strict=True)]
@@ -236,7 +237,7 @@ def _pages(events: list[Event], runs: list[range], pool: PagePool) -> Tensor:
                 start = first + event.layer_starts[layer]
                 end = start + event.layer_pages[layer]
                 parts.append(np.arange(start, end))
-                states.append(np.arange(end, end + event.state_pages))
+                states.append(np.arange(end, end + event.state_pages[layer]))
         parts += states
     return pages[upload(np.concatenate(parts), pool.device)]
 
@@ -248,9 +249,12 @@ def _protected(events: list[Event], pool: PagePool) -> Tensor | None:
         return None
     bounds: Numbers = np.zeros((len(events), 1 + longest, 2), dtype=np.int64)
     for row, event in zip(bounds, events, strict=True):
-        spans = event.plan.protected
+        spans, end = event.plan.protected, event.plan.end_block * pool.block_size
         row[0, 1] = num_in_spans(spans, event.plan.first_block * pool.block_size)
         row[1 : 1 + len(spans)] = np.reshape(spans, (-1, 2))
+        if not event.pipeline.keeps_spans_whole:
+            row[0, 1] = end
+            np.minimum(row, end, out=row)
     return upload(bounds, pool.device)
 
 
@@ -259,7 +263,12 @@ def _totals(events: list[Event], runs: list[range], pool: PagePool) -> list[Tota
     pages = np.array([event.layer_pages for event in events]).T
     size = pool.block_size
     protected = [
-        protected_pages(event.pipeline, event.num_tail, size, event.num_protected(size))
+        protected_pages(
+            event.pipeline,
+            event.num_tail,
+            size,
+            num_protected(event.pipeline, event.plan, size),
+        )
         for event in events
     ]
     floors = np.minimum(protected, pages // pool.num_heads)

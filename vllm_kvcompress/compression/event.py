@@ -11,6 +11,7 @@ from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.scheduling.plan import EventPlan, num_in_spans
+from vllm_kvcompress.scheduling.rule import num_kept_of_spans
 
 
 @dataclass(frozen=True)
@@ -91,25 +92,22 @@ class Event:
     stopwatch: Stopwatch
     num_body: int
     num_tail: int
-    state_pages: int = 0
-    layer_starts: list[int] = field(default_factory=list)
+    state_pages: list[int]
+    layer_starts: list[int]
     max_kept: int = 0
     page_counts: list[Tensor] = field(default_factory=list)
     error: Exception | None = None
 
     def fall_back(self, pipeline: Pipeline, error: Exception) -> None:
         """Lets another policy, which observes and merges nothing, decide from this layer on."""
+        protected = self.plan.protected if self.pipeline.keeps_spans_whole else ()
         self.pipeline, self.error = pipeline, error
-        self.plan = replace(self.plan, window_size=0)
+        self.plan = replace(self.plan, window_size=0, protected=protected)
 
     def kept_pages(self, layer: int) -> Tensor:
         """Returns the [P] int64 pages that take the kept tokens of a layer."""
         start = self.layer_starts[layer]
         return self.fresh_pages[start : start + self.layer_pages[layer]]
-
-    def num_protected(self, block_size: int) -> int:
-        """Counts the tokens of full blocks that the request protects."""
-        return num_in_spans(self.plan.protected, self.plan.end_block * block_size)
 
     @property
     def num_full(self) -> int:
@@ -120,3 +118,9 @@ class Event:
     def num_tokens(self) -> int:
         """Upper bound on the tokens that the event reads of one head."""
         return self.num_body * (self.plan.position // self.plan.end_block)
+
+
+def num_protected(pipeline: Pipeline, plan: EventPlan, block_size: int) -> int:
+    """Counts the tokens of full blocks that every head keeps since the request protects them."""
+    in_spans = num_in_spans(plan.protected, plan.end_block * block_size)
+    return num_kept_of_spans(pipeline.span_share, in_spans)

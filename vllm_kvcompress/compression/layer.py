@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.base import LayerView, Merged, Selection
 from vllm_kvcompress.policies.parts.mass import observed_mass
+from vllm_kvcompress.policies.parts.selection import NOTHING_PROTECTED, best_of_spans
 from vllm_kvcompress.policies.pipeline import Pipeline
 
 # Per-entry state that later events read; mergers may replace it.
@@ -49,14 +50,19 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
 def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selection:
     """Decides what every head of a layer keeps.
 
-    Kept entries are in position order, behind those that the request protects.
+    Kept entries are in position order, behind those that the request protects as a whole.
     """
     if pipeline.needs.accumulated:
         view = _observed(view, pipeline.needs.stride)
     scores = pipeline.scorer.score(view)
     page_counts = pipeline.allocator.head_pages(view, scores, totals.pages, totals.floors)
     kept = page_counts * view.block_size
-    mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
+    if view.shared_spans is None:
+        mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
+    else:
+        certain = best_of_spans(view, scores, kept, pipeline.protection, pipeline.span_share)
+        certain_view = replace(view, protected=certain)
+        mask = pipeline.selector.select(certain_view, scores, kept, NOTHING_PROTECTED)
     indices = _flat_indices(mask, totals.num_pages * view.block_size, view.protected)
     merged = Merged() if pipeline.merger is None else pipeline.merger.merge(view, scores, mask)
     changed = {name for name in _REMEMBERED if getattr(merged, name) is not None}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import add, sub
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from vllm_kvcompress.compression.batch import (
     layers_per_batch,
     max_batch_tokens,
 )
-from vllm_kvcompress.compression.event import Event, LayerWeights
+from vllm_kvcompress.compression.event import Event, LayerWeights, num_protected
 from vllm_kvcompress.compression.holes import fill_holes
 from vllm_kvcompress.compression.layer import compress_batch
 from vllm_kvcompress.compression.observer import EventObserver
@@ -36,7 +38,7 @@ from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.parts.allocation import Allocator, spread
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.scheduling.plan import EventPlan, num_in_spans
+from vllm_kvcompress.scheduling.plan import EventPlan
 
 
 class EventRunner:
@@ -107,24 +109,21 @@ class EventRunner:
         pipeline = self.pipelines[plan.policy]
         if plan.prepares:
             pipeline = self.repetitions.pipeline(plan.request_id, pipeline)
-        state_pages = pipeline.state_pages(num_kept * pool.num_heads, pool.page_shape)
         if plan.in_place:  # each layer in its own pages, since the others are still to be read
-            layer_pages = pages_before
-            num_pages = num_kept * pool.num_layers * pool.num_heads
-            fresh_pages = tables.kept_pages(slot, num_pages, state_pages)
+            per_layer = num_kept * pool.num_heads
+            state_of_layer = pipeline.state_pages(per_layer, pool.page_shape)
+            layer_pages, state_pages = pages_before, [state_of_layer] * pool.num_layers
+            fresh_pages = tables.kept_pages(slot, per_layer * pool.num_layers, state_of_layer)
         else:
-            layer_pages = self._layer_pages(
-                allocator or pipeline.allocator, plan, pages_before, state_pages
+            layer_pages, state_pages = self._layer_pages(
+                pipeline, allocator or pipeline.allocator, plan, pages_before
             )
             fresh_pages = pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device))
-        if state_pages:
+        if any(state_pages):
             self.policy_state.blocks.update(plan.fresh_block_ids)
         num_tail = plan.num_partial_tokens(pool.block_size)
         partial = 1 if num_tail else 0
         num_before = int(tables.tails.max_kept[slot]) if plan.resident_blocks else 0
-        starts = [
-            sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
-        ]
         return Event(
             plan=plan,
             slot=slot,
@@ -136,7 +135,7 @@ class EventRunner:
             num_body=num_before + plan.end_block - plan.first_block,
             num_tail=num_tail,
             state_pages=state_pages,
-            layer_starts=starts,
+            layer_starts=[0, *accumulate(map(add, layer_pages, state_pages))][:-1],
         )
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
@@ -145,22 +144,33 @@ class EventRunner:
             self.norms.forget(self.pool.fresh_pages(upload(blocks, self.pool.device)))
 
     def _layer_pages(
-        self, allocator: Allocator, plan: EventPlan, pages_before: list[int], reserved: int
-    ) -> list[int]:
-        """Returns the pages for tokens in each layer: the allocator's division less `reserved`."""
-        pool = self.pool
+        self,
+        pipeline: Pipeline,
+        allocator: Allocator,
+        plan: EventPlan,
+        pages_before: list[int],
+    ) -> tuple[list[int], list[int]]:
+        """Returns the pages for tokens, and those for policy state, of each layer.
+
+        The allocator divides both together; a layer with more tokens has more state. Each layer has
+        room for the tokens that every head keeps.
+        """
+        pool, shape = self.pool, self.pool.page_shape
         num_tail_blocks = plan.end_block - plan.first_block
-        capacity = [pages + num_tail_blocks * pool.num_heads + reserved for pages in pages_before]
+        held = [pages + num_tail_blocks * pool.num_heads for pages in pages_before]
+        capacity = [pages + pipeline.state_pages(pages, shape) for pages in held]
         pages = allocator.layer_pages(
             plan.num_kept_blocks, capacity, pool.num_heads, plan.end_block
         )
-        num_protected = num_in_spans(plan.protected, plan.end_block * pool.block_size)
-        fewest = max(1, ceil_div(num_protected, pool.block_size))
-        least = fewest * pool.num_heads + reserved
-        if (reserved or num_protected) and min(pages) < least:
+        num_kept = num_protected(pipeline, plan, pool.block_size)
+        fewest = max(1, ceil_div(num_kept, pool.block_size)) * pool.num_heads
+        reserved = pipeline.state_pages(fewest, shape)
+        least = fewest + pipeline.state_pages(fewest + reserved, shape)
+        if (num_kept or reserved) and min(pages) < least:
             shares = [float(count) for count in pages]
             pages = spread(shares, sum(pages), capacity, [least] * len(pages))
-        return [count - reserved for count in pages]
+        state = [pipeline.state_pages(count, shape) for count in pages]
+        return list(map(sub, pages, state)), state
 
     def batches(
         self, events: Sequence[Event], windows_in_step: Iterable[str] = ()

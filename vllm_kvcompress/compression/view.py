@@ -110,6 +110,7 @@ class EventViews:
                 running=self._entry_state("running", batch, layers, num_entries),
             ),
             protected=self._protected(batch, layers, lengths, num_entries),
+            shared_spans=self._shared_spans(batch, layers),
         )
 
     def _kv(self, batch: EventBatch, layers: range, sources: Sources, lengths: Tensor) -> KVView:
@@ -142,7 +143,7 @@ class EventViews:
 
     def _positions(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
         """Returns the [H, width] int64 positions of the entries that an event reads."""
-        if not batch.pipeline.needs.positions:
+        if not batch.pipeline.reads_positions:
             return None
         columns = torch.arange(width, device=self.pool.device)
         kept = self._entry_state("positions", batch, layers, width)
@@ -160,7 +161,7 @@ class EventViews:
 
         Of the kept entries of a head these are the first; the tail's follow from their positions.
         """
-        if batch.protected is None:
+        if batch.protected is None or not batch.pipeline.keeps_spans_whole:
             return None
         size, device = self.pool.block_size, self.pool.device
         counts = self.tables.counts[_slice(layers), batch.slots].long()[..., None] * size
@@ -170,6 +171,12 @@ class EventViews:
         in_tail = ((positions >= starts[..., 1:]) & (positions < ends[..., 1:])).any(dim=-1)
         is_protected = torch.where(columns < counts, columns < ends[..., 0], in_tail)
         return is_protected.flatten(0, 2) & (columns < lengths[:, None])
+
+    def _shared_spans(self, batch: EventBatch, layers: range) -> Tensor | None:
+        """Returns the [R, 1 + spans, 2] bounds of spans of which heads keep a part, if any."""
+        if batch.protected is None or batch.pipeline.keeps_spans_whole:
+            return None
+        return batch.protected.repeat(len(layers), 1, 1)
 
     def _entry_state(
         self, name: str, batch: EventBatch, layers: range, width: int

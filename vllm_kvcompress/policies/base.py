@@ -69,6 +69,8 @@ class LayerView:
         entries: policy state of entries.
         protected: [H, n] bool, true for entries that every head keeps since the request asks for
             it; None: it asks for none. Those that earlier events kept come first.
+        shared_spans: [R, 1 + spans, 2] int64 logical tokens, start and end: all that the event
+            reads, then the spans of which every head keeps a part; None: there are none.
     """
 
     kv: KVView
@@ -85,6 +87,7 @@ class LayerView:
     state: Tensor | None = None
     entries: EntryState = field(default_factory=EntryState)
     protected: Tensor | None = None
+    shared_spans: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:

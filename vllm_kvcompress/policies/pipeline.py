@@ -29,6 +29,8 @@ class Pipeline:
         params: values of all parameters by name.
         repeats: whether a request may be compressed again, so that policy state is kept.
         min_window: replaces that of the parts' needs; None: they say themselves.
+        span_share: part of spans that requests protect which every head keeps; None: as much of
+            each as the head keeps of all tokens.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Pipeline:
     params: Mapping[str, Any] = field(default_factory=dict)
     repeats: bool = True
     min_window: int | None = None
+    span_share: float | None = 1.0
 
     @cached_property  # read at every step
     def needs(self) -> Needs:
@@ -88,12 +91,23 @@ class Pipeline:
     @cached_property
     def token_state(self) -> tuple[str, ...]:
         """Fields of `EntryState` that are kept for every token, one fp32 number each."""
-        asked = [
-            name
-            for name in ("positions", "accumulated", "running")
-            if self.repeats and getattr(self.needs, name)
-        ]
-        return (*(["bias"] if self.weighs_entries else []), *asked)
+        needed = {
+            "bias": self.weighs_entries,
+            "positions": self.repeats and self.reads_positions,
+            "accumulated": self.repeats and self.needs.accumulated,
+            "running": self.repeats and self.needs.running,
+        }
+        return tuple(name for name in needed if needed[name])
+
+    @property
+    def keeps_spans_whole(self) -> bool:
+        """Whether all tokens that a request protects are kept."""
+        return self.span_share == 1.0
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether events read the position of every entry."""
+        return self.needs.positions or not self.keeps_spans_whole
 
     def state_size(self, head_size: int) -> int:
         """Policy state of every head, in fp32 numbers."""

@@ -282,8 +282,9 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         if isinstance(own.budget, int):
             pipeline.check_budget(own.budget)
         keeping = {
-            "keep-prompt": settings.keep_prompt,
+            "keep-prompt": settings.keep_prompt is not None,
             "protect": settings.protect,
+            "protect-mode": settings.span_share is None,
             "after-reasoning": settings.after_reasoning is not None,
         }
         option = next((name for name, given in keeping.items() if given), None)
@@ -292,7 +293,7 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
                 f"--kv-{option}: {policy} merges evicted tokens in the order of "
                 "the prompt, which kept ones would change; give another policy, or leave it out."
             )
-        pipelines[policy] = replace(pipeline, repeats=own.repeats)
+        pipelines[policy] = replace(pipeline, repeats=own.repeats, span_share=own.span_share)
     for policy, pipeline in pipelines.items():
         others = [name for name in pipelines if name != policy]
         if pipeline.needs_biased_attention and others:

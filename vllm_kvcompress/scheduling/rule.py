@@ -73,6 +73,8 @@ class CompressionRule(PolicyDemand):
             None: as many as these leave.
         after_reasoning: part of what is not protected that is kept once a model has ended its
             reasoning; None: the end of reasoning is no event.
+        span_share: part of protected spans that every head keeps; None: as much of them as of all
+            tokens, for which there is always room.
     """
 
     block_size: int
@@ -85,6 +87,7 @@ class CompressionRule(PolicyDemand):
     min_tokens: int = 0
     ceiling_blocks: int | None = None
     after_reasoning: float | None = None
+    span_share: float | None = 1.0
 
     @property
     def keeps_all(self) -> bool:
@@ -161,11 +164,10 @@ class CompressionRule(PolicyDemand):
         return wanted
 
     def has_room(self, num_blocks: int, num_protected: int) -> bool:
-        """Whether kept blocks hold protected tokens, and at least a block besides them."""
-        if not num_protected:
-            return True
+        """Whether kept blocks hold what is kept of protected tokens, and at least a block more."""
+        num_kept = num_kept_of_spans(self.span_share, num_protected)
         room = math.floor(num_blocks * (1 - self.state_share))
-        return math.ceil(num_protected / self.block_size) < room
+        return not num_kept or math.ceil(num_kept / self.block_size) < room
 
     def first_effective_position(self, num_prompt_tokens: int) -> int | None:
         """Returns the first position up to the prompt's end at which an event frees blocks."""
@@ -242,6 +244,11 @@ class CompressionRule(PolicyDemand):
         if waiting < 0:
             return pool_blocks / self.admission_blocks(num_tokens)
         return 1 + waiting / self.held_blocks(num_tokens)
+
+
+def num_kept_of_spans(share: float | None, num_protected: int) -> int:
+    """Counts the protected tokens that every head keeps for certain: `span_share` of them."""
+    return 0 if share is None else math.ceil(round(share * num_protected, 6))
 
 
 def kept_below(ceiling_blocks: int) -> int:

@@ -69,6 +69,11 @@ def check_protection(spans: Spans, settings: Settings) -> None:
             "vllm_xargs kv_protect: this server's decode steps read a part of the cache "
             f"({settings.read}), protected tokens or not; leave it out."
         )
+    if (settings.keep_prompt or 1.0) < 1.0:
+        raise ConfigError(
+            f"vllm_xargs kv_protect: this server keeps {settings.keep_prompt:g} of every prompt "
+            "(--kv-keep-prompt); leave it out."
+        )
     if merging := merging_part(settings.policy):
         raise ConfigError(
             f"vllm_xargs kv_protect: {merging} merges evicted tokens in the order of the prompt, "
@@ -76,7 +81,7 @@ def check_protection(spans: Spans, settings: Settings) -> None:
         )
     number = num_in_spans(spans, spans[-1][1])
     limits = [each for each in (settings.budget, settings.ceiling) if isinstance(each, int)]
-    if limits and number >= min(limits):
+    if limits and number >= min(limits) and settings.span_share == 1.0:
         raise ConfigError(
             f"vllm_xargs kv_protect: expected fewer tokens than the {min(limits)} that a head "
             f"keeps here, found {number}; protect less, or ask for a larger budget."

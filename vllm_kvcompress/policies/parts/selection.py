@@ -74,3 +74,34 @@ class Selector:
         """[H, n] bool with `kept[h]` set in row h, the protected ones among them."""
         first = scores.masked_fill(protection.mask(view, kept), float("inf"))
         return top_entries(first, view.valid, kept)
+
+
+def best_of_spans(
+    view: LayerView, scores: Tensor, kept: Tensor, protection: Protection, share: float | None
+) -> Tensor:
+    """[H, n] bool, true for protected tokens and for the best ones of each span of a request.
+
+    Of a span of s tokens a head keeps at least ceil(share * s) of the highest score, besides those
+    that the policy protects in the rest of its room. Without a share it is fair eviction
+    (https://arxiv.org/abs/2510.00231): floor(s * (k - p) / n) where the request has read n tokens
+    in full blocks, and the head keeps k, p of these protected by the policy. It is never more than
+    the head still holds, or has room for.
+    """
+    assert view.shared_spans is not None
+    bounds = view.shared_spans.repeat_interleave(view.heads_per_request, dim=0)
+    sizes = bounds[..., 1] - bounds[..., 0]  # [H, 1 + spans]
+    if share is None:
+        certain = protection.mask(view, kept)
+        wanted = sizes[:, 1:] * (kept - certain.sum(dim=1))[:, None] // sizes[:, :1]
+    else:
+        wanted = (sizes[:, 1:].double() * share - 1e-6).ceil().long().minimum(kept[:, None])
+        certain = protection.mask(view, (kept - wanted.sum(dim=1)).clamp_min(0))
+    positions = view.entries.positions
+    if positions is None:
+        positions = torch.arange(view.num_entries, device=view.device)[None]
+    others = view.valid & ~certain
+    for span in range(wanted.shape[1]):
+        start, end = bounds[:, 1 + span, :, None].unbind(dim=1)
+        inside = others & (positions >= start) & (positions < end)
+        certain = certain | top_entries(scores, inside, wanted[:, span].minimum(inside.sum(dim=1)))
+    return certain

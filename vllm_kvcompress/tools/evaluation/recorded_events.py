@@ -43,7 +43,7 @@ def recorded_events(worker: Any) -> list[dict[str, Any]]:
             ],
             # As tokens per head.
             "policy_state_tokens": fmean(
-                part.state_pages * size / len(part.page_counts[0]) for part in parts
+                fmean(part.state_pages) * size / len(part.page_counts[0]) for part in parts
             ),
         }
         for parts, size in worker.compression.recent_events.all
