@@ -188,6 +188,15 @@ def test_what_cannot_be_protected_is_refused(
         check.validate_params(SamplingParams(extra_args={"kv_protect": spans}))
 
 
+def test_policies_that_merge_stay_beside_fair_spans() -> None:
+    """A request with one of them may protect nothing, so the server need not refuse it."""
+    given = {"policy": "adakv", "protect_mode": "fair", "request_policies": ["d2o"]}
+    pipelines = resolve_settings(Settings.from_dict(given))
+    assert [pipeline.span_share for pipeline in pipelines.values()] == [None, 1.0]
+    with pytest.raises(ConfigError, match="--kv-protect-mode: d2o merges"):
+        resolve_settings(Settings.from_dict({"policy": "d2o", "protect_mode": "fair"}))
+
+
 @pytest.mark.parametrize("spans", [[], [0, 5], [0, 5, 5, 9], [[0, 5], [7, 9]], [0.0, 5.0]])
 def test_spans_are_pairs_or_flat(spans: list[Any]) -> None:
     RequestCheck.validate_params(SamplingParams(extra_args={"kv_protect": spans}))

@@ -284,7 +284,7 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         keeping = {
             "keep-prompt": settings.keep_prompt is not None,
             "protect": settings.protect,
-            "protect-mode": settings.span_share is None,
+            "protect-mode": settings.span_share is None and policy == settings.policy,
             "after-reasoning": settings.after_reasoning is not None,
         }
         option = next((name for name, given in keeping.items() if given), None)
@@ -293,7 +293,8 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
                 f"--kv-{option}: {policy} merges evicted tokens in the order of "
                 "the prompt, which kept ones would change; give another policy, or leave it out."
             )
-        pipelines[policy] = replace(pipeline, repeats=own.repeats, span_share=own.span_share)
+        share = own.span_share if pipeline.merger is None else 1.0  # nothing is protected there
+        pipelines[policy] = replace(pipeline, repeats=own.repeats, span_share=share)
     for policy, pipeline in pipelines.items():
         others = [name for name in pipelines if name != policy]
         if pipeline.needs_biased_attention and others:

@@ -8,7 +8,7 @@ from typing import Any
 
 from soak_parts.asks import Ask
 from soak_parts.models import PRINTABLE
-from soak_parts.setups import MIN_CEILING, SETUPS, Setup
+from soak_parts.setups import MERGING, MIN_CEILING, SETUPS, Setup
 from soak_parts.tenants import tenant_ask
 
 BLOCK = 32
@@ -127,6 +127,8 @@ class Schedule:
             xargs["kv_budget"] = rng.choice((0.1, 0.25, 0.5, 0.8))
         if setup.ceiling and rng.random() < 0.5:
             xargs["kv_ceiling"] = rng.randint(MIN_CEILING, setup.ceiling)
+        if setup.protects and xargs.get("kv_policy") not in MERGING and rng.random() < 0.7:
+            xargs["kv_protect"] = sorted(rng.sample(range(num_tokens + 40), 4))
         if setup.chooses_read and rng.random() < 0.5:
             xargs["kv_read"] = rng.choice((0.2, 0.3, 0.6, 1.0))
         return xargs

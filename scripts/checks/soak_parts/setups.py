@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+MERGING = ("d2o", "h2o+cam")  # which refuse protected tokens
 EVICTING = (
     *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "pyramidkv"),
     *("adakv", "expected", "rkv", "spans", "adakv+criticalkv", "keydiff+window", "snapkv+obcache"),
-    *("d2o", "h2o+cam"),
+    *MERGING,
 )
 
 
@@ -33,6 +34,8 @@ class Setup:
         concurrency: requests at a time, at most.
         answer_tokens: of an answer, in the mean.
         ceiling: tokens that a request holds at most, of which requests choose fewer; 0: any.
+        protects: requests name tokens of their prompts that are not evicted, or not all.
+        more: other settings of this package.
         storms: most prompts are short and their answers long, so that requests that came in
             together outgrow the pool, and some are preempted.
     """
@@ -52,6 +55,8 @@ class Setup:
     concurrency: int = 16
     answer_tokens: int = 16
     ceiling: int = 0
+    protects: bool = False
+    more: tuple[tuple[str, Any], ...] = ()
     storms: bool = False
 
     @property
@@ -88,7 +93,7 @@ class Setup:
             settings["min_request_read"] = 0.2
         if self.profile is not None:
             settings["profile"] = f"{folder}/{self.profile}"
-        return settings
+        return settings | dict(self.more)
 
     def engine(self) -> dict[str, Any]:
         """Returns the keyword arguments of vLLM's engine."""
@@ -127,7 +132,17 @@ SETUPS = (
     Setup("momentfix", "snapkv+momentfix", "pressure:0.7", num_blocks=64, budget=0.5),
     Setup("headkv", "headkv", num_blocks=56, profile="headkv.json"),
     Setup("duoattention", "duoattention", num_blocks=56, budget=0.5, profile="duo"),
-    Setup("turns", "adakv", num_blocks=240, converses=True),
+    Setup("turns", "adakv", num_blocks=240, converses=True, more=(("spill", 0.05),)),
+    Setup("protected", "h2o", "prompt,decode:40", protects=True, chooses=True, reuses=True),
+    Setup(
+        "fair",
+        "adakv+criticalkv",
+        "chunk:128,decode:24",
+        num_blocks=64,
+        protects=True,
+        chooses=True,
+        more=(("protect_mode", "fair"), ("shadow", 0.2)),
+    ),
     Setup("reading", "adakv", "chunk:256", num_blocks=64, chooses=True, reads="quest:0.3"),
     Setup(
         "prefill",
