@@ -120,6 +120,9 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
         assert "install the package again" in doctor._entry_point(group, name).problem
 
 
+CONNECT = '--kv-policy snapkv --kv-transfer-config {"kv_role":"kv_both","kv_connector":"%s"}'
+
+
 @pytest.mark.parametrize(
     ("arguments", "verdict"),
     [
@@ -139,6 +142,8 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
             "--kv-policy snapkv --kv-budget 1.0 --disable-hybrid-kv-cache-manager",
             "would accept this",
         ),
+        (CONNECT % "LMCacheMPConnector", "takes what it offers only whole"),
+        (CONNECT % "ExampleConnector", "would accept this"),
     ],
 )
 def test_doctor_reports_the_refusal_of_serve(arguments: str, verdict: str, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
+from tests import tiny_models
 from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
@@ -23,6 +25,7 @@ from vllm_kvcompress.vllm_plugin.startup.compat import (
     shared_caches,
     view_scales,
 )
+from vllm_kvcompress.vllm_plugin.startup.connector_refusals import REFUSED, SERVED
 from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     check_groups,
@@ -114,13 +117,9 @@ def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -
     ("options", "reason"),
     [
         ({"runner": "pooling"}, "pooling model finishes with its prompt.*serve it without"),
-        (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "KV connectors transfer whole blocks.*remove --kv-transfer-config",
-        ),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager.*remove it"),
     ],
-    ids=["pooling", "connector", "no-hybrid"],
+    ids=["pooling", "no-hybrid"],
 )
 def test_vllm_options_that_exclude_compression_are_refused(
     llama: str, options: dict[str, Any], reason: str
@@ -128,6 +127,73 @@ def test_vllm_options_that_exclude_compression_are_refused(
     config = engine_config(llama, SETTINGS, **options)
     with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
+
+
+def connector(name: str, **extra: Any) -> dict[str, Any]:
+    """Makes an engine's options for a connector."""
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_transfer_config": config}
+
+
+def test_every_connector_of_vllm_is_served_or_refused_with_a_reason(llama: str) -> None:
+    known = set(KVConnectorFactory._registry)
+    assert known == {*SERVED, *REFUSED, "MultiConnector"}
+    for name in known - {"MultiConnector"}:
+        config = engine_config(llama, SETTINGS, **connector(SERVED[0]))
+        config.kv_transfer_config.kv_connector = name
+        if name in SERVED:
+            check_engine(config)
+            continue
+        with pytest.raises(UnsupportedError, match=f"{name} .*; use .* or serve without"):
+            check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "options", "reason"),
+    [
+        (
+            "llama",
+            {},
+            connector("MultiConnector", connectors=[connector("NixlConnector")]),
+            "NixlConnector hands",
+        ),
+        ("llama", {"policy": "none", "read": "quest:0.25"}, connector(SERVED[0]), "--kv-read"),
+        ("gemma3", {}, connector(SERVED[0]), "one kind of layers.*use OffloadingConnector"),
+        ("gemma3", {}, connector("OffloadingConnector"), None),
+    ],
+    ids=["several", "read", "window-layers", "hybrid"],
+)
+def test_what_connectors_exclude(
+    tmp_path: Path,
+    family: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    reason: str | None,
+) -> None:
+    children = options["kv_transfer_config"]["kv_connector_extra_config"].get("connectors", ())
+    for child in children:
+        child |= child.pop("kv_transfer_config", {})
+    model = str(tiny_models.build(family, tmp_path))
+    config = engine_config(model, {**SETTINGS, **settings}, **options)
+    if reason is None:
+        check_engine(config)
+        return
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+def test_connectors_of_other_packages_have_to_be_made_of_one_that_is_served(llama: str) -> None:
+    options = connector("LossyExample")
+    options["kv_transfer_config"]["kv_connector_module_path"] = "tests.engine.host_memory"
+    check_engine(engine_config(llama, SETTINGS, **options))
+    options["kv_transfer_config"] |= {
+        "kv_connector": "DecodeBenchConnector",
+        "kv_connector_module_path": KVConnectorFactory.get_connector_class_by_name(
+            "DecodeBenchConnector"
+        ).__module__,
+    }
+    with pytest.raises(UnsupportedError, match="DecodeBenchConnector is not known"):
+        check_engine(engine_config(llama, SETTINGS, **options))
 
 
 @pytest.mark.parametrize(

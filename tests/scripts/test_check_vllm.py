@@ -26,7 +26,7 @@ PACKAGE = check_vllm.ROOT / "vllm_kvcompress"
 
 # Attributes of models' modules and configurations, which need not be there.
 MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "per_layer_config"}
-MODELS |= {"attn_logit_softcapping", "index_topk"}
+MODELS |= {"attn_logit_softcapping", "index_topk", "layer_types"}
 MODELS |= {"W_UK_T", "W_UV"}  # weights of vLLM's MLA layers, once they are loaded
 # Of vLLM's command line, and of argparse's objects.
 OPTIONS = {"model_tag", "headless", "api_key", "served_model_name"}

@@ -83,6 +83,7 @@ def test_hooks_hide_no_public_name_of_vllm() -> None:
     assert hooks == {
         *("clip_chunk", "ends_at_states", "reusable_end"),
         *("find_prefix_hit", "preempt", "free_request"),
+        *("end_load", "handle_invalid_blocks"),
     }
     assert not hooks & set(dir(AsyncScheduler))
 

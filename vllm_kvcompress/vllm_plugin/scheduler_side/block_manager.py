@@ -138,6 +138,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             if reserved and record.ledger.rule.reserves_growth:
                 more = max(more, self._blocks_of_growth(record, num_tokens))
             return max(0, num_blocks + more + reserved)
+        if num_tokens_main_model == total_computed_tokens:  # a connector loads the rest
+            return num_blocks
         selected = request_id in self.table.selected
         decision = record.ledger.decide(num_tokens_main_model, selected)
         num_with_event = num_blocks + self._fresh_blocks(request_id, decision)
@@ -214,19 +216,21 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         request_id: str,
         new_computed_blocks: Sequence[KVCacheBlock],
         num_local_computed_tokens: int,
-        *args: Any,
-        **kwargs: Any,
+        num_external_computed_tokens: int,
     ) -> None:
-        """Adds a prefix hit; that of a kept state is null blocks, its tail and its kept blocks."""
+        """Adds a prefix hit; that of a kept state is null blocks, its tail and its kept blocks.
+
+        Tokens that a connector loads leave no queries either.
+        """
         super().add_local_computed_blocks(
             request_id,
             new_computed_blocks,
             self._full_block_tokens(num_local_computed_tokens),
-            *args,
-            **kwargs,
+            num_external_computed_tokens,
         )
         record = self.table[request_id]
-        record.ledger.num_hit_tokens = num_local_computed_tokens
+        num_hit_tokens = num_local_computed_tokens + num_external_computed_tokens
+        record.ledger.num_hit_tokens = num_hit_tokens
         if record.reuse.beginning is not None:
             self.states.begin(record, self.kv_cache_group_id)
 
@@ -249,9 +253,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         num_window_blocks = record.ledger.rule.window_blocks
         if num_window_blocks and not held.window:
             held.window = self.block_pool.get_new_blocks(num_window_blocks)
+            self.table.written += block_ids(held.window)
             plan = record.unsent.requests.setdefault(request_id, RequestPlan())
             plan.windows[group] = block_ids(held.window)
-        if self is self.siblings[-1]:  # so that all have their blocks for new tokens
+        is_loading = num_tokens_main_model == record.ledger.num_hit_tokens
+        # The last group plans, so that all have their blocks for new tokens.
+        if self is self.siblings[-1] and not is_loading:
             self.plan_event(request_id, num_tokens_main_model)
         return new_blocks
 
@@ -371,6 +378,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
                 self.states.kept.suspend_restores()
         if not self._stays_in_place(request_id, decision):
             held.fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
+            self.table.written += block_ids(held.fresh)
         held.event = EventPlan(
             request_id=request_id,
             group=self.kv_cache_group_id,

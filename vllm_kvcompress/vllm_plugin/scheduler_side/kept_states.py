@@ -302,6 +302,11 @@ class KeptStates:
         """Restores nothing in this step: blocks are free that workers still read in it."""
         self._may_restore = False
 
+    def restored_blocks(self) -> list[int]:
+        """Returns the blocks that copies from host memory write, of those decided so far."""
+        back = [e for e in self._transfers if isinstance(e, HostTransfer) and not e.to_host]
+        return [block for each in back for block in each.blocks]
+
     def take_transfers(self) -> list[HostTransfer | BlockCopy]:
         """Returns the copies that were decided since the last call."""
         transfers, self._transfers = self._transfers, []

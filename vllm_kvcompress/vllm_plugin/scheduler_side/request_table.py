@@ -159,12 +159,14 @@ class RequestTable:
         spec: cache spec of the compressed groups.
         records: records by request id.
         selected: requests that this step compresses because of memory pressure.
+        written: blocks that this step's events and copies write, beside those that requests list.
         awaiting_event: requests whose prompt's event waits for the first token, in their order.
         shadows: requests that score an answer with the full cache, and how many of their tokens may
             be read from the prefix cache, and put there.
         skipped: counts of events that a trigger called for and that were left out, by policy and
             reason.
         reasoning: finds where reasoning ends; None: nothing depends on it.
+        has_connector: whether a KV connector stores and loads blocks.
     """
 
     def __init__(
@@ -178,10 +180,12 @@ class RequestTable:
         self.spec: CompressedAttentionSpec = managers[0].kv_cache_spec
         self.records: dict[str, RequestCompression] = {}
         self.selected: set[str] = set()
+        self.written: list[int] = []
         self.awaiting_event: dict[str, None] = {}
         self.shadows: dict[str, int] = {}
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.reasoning: ReasoningEnd | None = None
+        self.has_connector = False
 
     def __getitem__(self, request_id: str) -> RequestCompression:
         return self.records[request_id]

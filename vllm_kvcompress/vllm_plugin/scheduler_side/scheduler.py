@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
 from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import SAFE_HISTORY, StateReuse
+from vllm_kvcompress.vllm_plugin.scheduler_side.whole_blocks import WholeBlocks, limit_connector
 from vllm_kvcompress.vllm_plugin.spec import QueryBuffers, spill_slots, spilled_block_bytes
 from vllm_kvcompress.vllm_plugin.startup import compat, versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
@@ -115,10 +117,17 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             self.canary.stats = self._step_stats
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.states.kept)
+        self._connector = compat.wrap_connector(self, self._limit_connector)
+        self.table.has_connector = self._connector is not None
         compat.enable_chunk_ends(self)
         for manager in managers:
             self._share_table(manager)
         self._announce()
+
+    def _limit_connector(self, connector: Any) -> WholeBlocks:
+        """Wraps vLLM's KV connector, to which requests end at their first event."""
+        assert self.table is not None
+        return limit_connector(connector, self.table, self.states.kept, self.kv_cache_manager)
 
     def _share_table(self, manager: SingleTypeKVCacheManager) -> None:
         """Gives a block manager the requests' records, so that it knows which blocks to cache."""
@@ -206,6 +215,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if self.table is None:
             return super().schedule(*args, **kwargs)
         self.table.selected.clear()
+        self.table.written.clear()
         if self.spec.settings.draft is not None:
             compat.drop_drafts_beside_sampling(self)
         if self.canary is not None:
@@ -213,6 +223,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if self.spec.pressure_mark is not None and self.running:
             self._select_under_pressure(self.table, self.spec.pressure_mark)
         output = super().schedule(*args, **kwargs)
+        if self._connector is not None:
+            self._connector.end_at_events(output.num_scheduled_tokens)
         plan = self._step_plan(self.table, output)
         if self.checks is not None:
             self.checks.after_step(self.requests)
@@ -365,6 +377,30 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         super().preempt(request, *args, **kwargs)  # closes the record
         begins_anew = reuse.state is None and reuse.context_hash is None
         self.table.open(request, begins_anew=begins_anew)
+
+    def end_load(self, request: Request) -> None:
+        """Opens the record of a request anew that lost its blocks, since nothing was loaded."""
+        super().end_load(request)
+        if self.table is not None and request.request_id not in self.table.records:
+            self.table.open(request)
+
+    def handle_invalid_blocks(self, invalid_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
+        """Preempts running requests that computed, and were compressed, behind a failed load.
+
+        vLLM would compute the missing tokens into the same blocks, which an event may have
+        freed already. Nothing is loaded for them again.
+        """
+        affected = super().handle_invalid_blocks(invalid_ids, *args, **kwargs)
+        if self.table is None or not compat.recomputes_failed_loads(self):
+            return affected
+        for request in [each for each in self.running if each.request_id in affected]:
+            first = request.num_computed_tokens // self.spec.block_size
+            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            self.kv_cache_manager.evict_blocks(set(blocks[first:]))
+            self.running.remove(request)
+            self.preempt(request, time.monotonic(), drop_stale_output=True)
+            request.skip_reading_prefix_cache = True
+        return affected
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drops vLLM's cached prefixes and all kept states, those in host memory included."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from importlib.metadata import Distribution
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.rounding import ceil_div
@@ -48,6 +48,7 @@ DRAFTS = f"{_PACKAGE}.worker_side.drafting.SelfDrafts"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
 _REPORT_ATTRIBUTE = "kvcompress_report"
 _STATS_PREFIX = "kvcompress:"
+_Connector = TypeVar("_Connector")
 
 
 def plugin_options(settings: Settings) -> dict[str, str]:
@@ -244,8 +245,25 @@ class SchedulerHooks(Scheduler):
             num_new_tokens = super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
         return self.clip_chunk(request, num_new_tokens, start)
 
+    def end_load(self, request: Request) -> None:
+        """Goes on with a request whose tokens a connector has loaded, or failed to."""
+        super()._update_waiting_for_remote_kv(request)
+
+    def handle_invalid_blocks(self, invalid_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
+        """Has running requests compute anew what a connector failed to load; returns them."""
+        affected: set[str] = super()._handle_invalid_blocks(invalid_ids, *args, **kwargs)
+        return affected
+
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         return self.find_prefix_hit(request, *args, **kwargs)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        self.end_load(request)
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], *args: Any, **kwargs: Any
+    ) -> set[str]:
+        return self.handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.preempt(request, *args, **kwargs)
@@ -258,6 +276,87 @@ def enable_chunk_ends(scheduler: SchedulerHooks) -> None:
     """Makes vLLM call `clip_chunk` for each prefill chunk."""
     scheduler.ends_at_states = scheduler.need_mamba_block_aligned_split
     scheduler.need_mamba_block_aligned_split = True
+
+
+def wrap_connector(scheduler: Any, wrap: Callable[[Any], _Connector]) -> _Connector | None:
+    """Puts a KV connector in the place of vLLM's in a scheduler, if there is one; returns it."""
+    if scheduler.connector is None:
+        return None
+    scheduler.connector = wrapped = wrap(scheduler.connector)
+    return wrapped
+
+
+def without_requests(output: Any, hidden: set[str], finished: set[str], written: list[int]) -> Any:
+    """Copies a step's `SchedulerOutput` for a connector, without some requests.
+
+    Blocks that the step gives to these requests are named as targets of copies, like `written`: a
+    connector that still reads them has to end that before the step.
+
+    Args:
+        output: the step.
+        hidden: requests that are left out.
+        finished: requests that it names as finished.
+        written: blocks that the step writes beside those that requests list.
+    """
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    taken = [each.block_ids for each in new if each.req_id in hidden]
+    pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
+    taken += [ids for request_id, ids in pairs if ids and request_id in hidden]
+    targets = {*written, *(block for groups in taken for ids in groups for block in ids)}
+    copies = [KVCacheBlockCopy(NULL_BLOCK, each) for each in targets - {NULL_BLOCK}]
+    scheduled = {k: n for k, n in output.num_scheduled_tokens.items() if k not in hidden}
+    changes = {
+        "scheduled_new_reqs": [each for each in new if each.req_id not in hidden],
+        "scheduled_cached_reqs": _without_cached(cached, hidden),
+        "num_scheduled_tokens": scheduled,
+        "total_num_scheduled_tokens": sum(scheduled.values()),
+        "finished_req_ids": finished,
+        "kv_cache_block_copies": [*(output.kv_cache_block_copies or ()), *copies] or None,
+    }
+    if output.preempted_req_ids:
+        changes["preempted_req_ids"] = output.preempted_req_ids - hidden
+    blocks = output.kv_connector_block_state
+    if blocks is not None:
+        offloads = blocks.boundary_state_offloads
+        changes["kv_connector_block_state"] = replace(
+            blocks,
+            req_ids=blocks.req_ids - hidden,
+            boundary_state_offloads={k: v for k, v in offloads.items() if k not in hidden},
+        )
+    return replace(output, **changes)
+
+
+def _without_cached(cached: Any, hidden: set[str]) -> Any:
+    """Copies a step's running requests without the hidden ones."""
+    left = [i for i, request_id in enumerate(cached.req_ids) if request_id not in hidden]
+    lists = (
+        "req_ids",
+        "new_token_ids",
+        "new_block_ids",
+        "num_computed_tokens",
+        "num_output_tokens",
+    )
+    values = {name: getattr(cached, name) for name in lists}
+    return replace(
+        cached,
+        resumed_req_ids=cached.resumed_req_ids - hidden,
+        all_token_ids={k: v for k, v in cached.all_token_ids.items() if k not in hidden},
+        **{name: [each[i] for i in left] if each else each for name, each in values.items()},
+    )
+
+
+def child_connectors(connector: Any) -> list[Any]:
+    """Returns the connectors inside a `MultiConnector`."""
+    children: list[Any] = connector._connectors
+    return children
+
+
+def recomputes_failed_loads(scheduler: Any) -> bool:
+    """Whether requests go on whose tokens a connector failed to load."""
+    recomputes: bool = scheduler.recompute_kv_load_failures
+    return recomputes
 
 
 def reserve_drafts(scheduler: Any, num_drafts: int) -> None:

@@ -16,6 +16,10 @@ from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.startup import compat, quantized
+from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
+    reasons_against_connector,
+    reasons_against_names,
+)
 from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     caps_logits,
@@ -58,6 +62,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_chunks(vllm_config, settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
+        reasons_against_connector(vllm_config, settings),
         _reasons_of_shadow(vllm_config, settings),
         quantized.reasons_against(vllm_config, settings),
         _reasons_of_drafting(vllm_config, settings),
@@ -69,12 +74,16 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
 
 
 def check_server(settings: Settings, arguments: Namespace) -> None:
-    """Refuses servers that could not change chats as the settings ask.
+    """Refuses servers that could not change chats as the settings ask, and connectors by name.
 
     Raises:
         ConfigError: the classifier does not exist, or is not one.
-        UnsupportedError: this kind of server does not change them.
+        UnsupportedError: this kind of server does not change them, or a connector is not served.
     """
+    transfer = getattr(arguments, "kv_transfer_config", None)
+    if settings.acts and transfer is not None:
+        for reason in reasons_against_names(transfer):
+            raise UnsupportedError(reason)
     if not settings.plugins:
         return
     others = {
@@ -271,17 +280,13 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
             "context parallelism splits a request's tokens over ranks while compression splits "
             f"by heads; use --tensor-parallel-size instead {_OFF}."
         )
-    if config.kv_transfer_config is not None:
-        yield (
-            "KV connectors transfer whole blocks by token position, which compressed requests no "
-            f"longer have; remove --kv-transfer-config {_OFF}."
-        )
     if parallel.use_ubatching:
         yield (
             "dual batch overlap runs a step's requests in two halves, while compression plans the "
             f"step as one; remove --enable-dbo {_OFF}."
         )
-    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+    by_connector = config.kv_transfer_config is not None  # then its refusals say which models
+    if config.scheduler_config.disable_hybrid_kv_cache_manager and not by_connector:
         yield (
             "--disable-hybrid-kv-cache-manager treats sliding-window layers as full attention, "
             f"so they cannot be told from the layers to compress; remove it {_OFF}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
@@ -17,6 +18,15 @@ from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBac
 from vllm_kvcompress.vllm_plugin.worker_side.drafting import Drafter
 from vllm_kvcompress.vllm_plugin.worker_side.measured_heads import NONE, provide_heads
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+
+
+def flush_connector(output: SchedulerOutput) -> None:
+    """Ends copies from blocks that the step writes, before events and copies of ours write them.
+
+    vLLM does the same before its forward pass; what has ended by then it does not wait for.
+    """
+    if has_kv_transfer_group() and output.kv_connector_metadata is not None:
+        get_kv_transfer_group().handle_preemptions(output.kv_connector_metadata)
 
 
 class CompressionWorker(CompressingWorker, Worker):
@@ -75,6 +85,7 @@ class CompressionWorker(CompressingWorker, Worker):
         """Runs a step's forward pass with its plan; `sample_tokens` ends the step."""
         if self.compression is None:
             return super().execute_model(scheduler_output)
+        flush_connector(scheduler_output)
         self.compression.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)
         self.compression.end_forward()
