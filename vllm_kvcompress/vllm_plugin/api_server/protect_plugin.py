@@ -120,5 +120,5 @@ class ProtectMiddleware(BodyMiddleware):
             raise ConfigError(
                 f"{self._flag}: {number} of the prompt's {num_tokens} tokens are protected, and a "
                 f"head keeps {num_kept * block_size}, of which a block has to be left; shorten "
-                "them, or use a larger budget."
+                "them, use a larger budget, or start the server with --kv-protect-mode fair."
             )
