@@ -95,6 +95,8 @@ class Request:
         positions: of its events.
         in_place: events after the first stay in the blocks of the one before, if as many are kept.
         protected: tokens that every head keeps.
+        split: blocks in one of vLLM's, of which the last sources stay with the tail and take kept
+            tokens; 1: events take fresh blocks alone.
     """
 
     pipeline: Pipeline
@@ -103,6 +105,7 @@ class Request:
     positions: tuple[int, ...] = (70, 103)
     in_place: bool = False
     protected: Spans = ()
+    split: int = 1
     runner: EventRunner = field(init=False)
     block_row: Tensor = field(init=False)
     _first_block: int = 0
@@ -150,7 +153,10 @@ class Request:
         rule = CompressionRule(BLOCK_SIZE, least_blocks=least, **BUDGETS[self.budget])
         num_fresh = rule.target_blocks(position, position)
         stays = self.in_place and num_fresh == self._kept_blocks
-        fresh = [] if stays else [self._free_blocks.pop() for _ in range(num_fresh)]
+        end_block, beside = position // BLOCK_SIZE, 0
+        if not stays:
+            beside = min(end_block % self.split, num_fresh)
+        fresh = [] if stays else [self._free_blocks.pop() for _ in range(num_fresh - beside)]
         return EventPlan(
             request_id="r",
             group=0,
@@ -159,7 +165,8 @@ class Request:
             position=position,
             window_size=min(self.pipeline.needs.window_size, position),
             first_block=self._first_block,
-            end_block=position // BLOCK_SIZE,
+            end_block=end_block,
+            beside_tail=tuple(self.block_row[end_block - beside : end_block].tolist()),
             resident_blocks=self._kept_blocks,
             fresh_block_ids=tuple(fresh),
             protected=self.protected,

@@ -25,8 +25,7 @@ from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, DependentS
 from vllm_kvcompress.vllm_plugin.startup import compat
 
 BLOCK, WINDOW_BLOCKS = 16, 2
-LAYER = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-hasher = get_request_block_hasher(BLOCK, sha256)
+LAYER = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
 
 
 class Queue:
@@ -43,6 +42,7 @@ class Queue:
         budget: kept fraction, or tokens, with which later events are in place.
         ceiling: tokens that a request holds at most; None: any.
         host_slots: blocks of host memory for kept states; 0: there is none.
+        split: parts of `BLOCK` tokens in a block.
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class Queue:
         budget: float | int = 0.25,
         ceiling: int | None = None,
         host_slots: int = 0,
+        split: int = 1,
     ) -> None:
+        self.block_size = size = BLOCK * split
+        self.hasher = get_request_block_hasher(size, sha256)
         settings = Settings(
             policy="snapkv",
             budget=budget,
@@ -72,16 +75,18 @@ class Queue:
             window_size=window_size, window_blocks=window_blocks, min_window=min_window
         )
         demands = (("snapkv", demand),)
-        spec = CompressedAttentionSpec(settings=settings, demands=demands, **LAYER)
-        sliding = DependentSlidingWindowSpec(sliding_window=64, **LAYER)
+        spec = CompressedAttentionSpec(
+            block_size=size, settings=settings, demands=demands, part_size=BLOCK, **LAYER
+        )
+        sliding = DependentSlidingWindowSpec(block_size=size, sliding_window=64, **LAYER)
         groups = [spec] * num_groups + [sliding] * (num_groups > 1)
         named = [KVCacheGroupSpec([f"layer {i}"], each) for i, each in enumerate(groups)]
         init_none_hash(sha256)
         self.cache = KVCacheManager(
             KVCacheConfig(num_blocks, [], named),
             max_model_len=2048,
-            scheduler_block_size=BLOCK,
-            hash_block_size=BLOCK,
+            scheduler_block_size=size,
+            hash_block_size=size,
         )
         managers = self.cache.coordinator.single_type_managers
         compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
@@ -108,7 +113,7 @@ class Queue:
         if context_tokens is not None:
             params.extra_args = {"kv_context_tokens": context_tokens, "kv_prepare": prepares}
         tokens = [*history, *prompt(num_tokens, seed=len(name))]
-        request = Request(name, tokens, params, None, block_hasher=hasher)
+        request = Request(name, tokens, params, None, block_hasher=self.hasher)
         self.requests[name] = request
         self.table.open(request)
         return request
@@ -175,6 +180,8 @@ class Queue:
                 held = self.table[name].groups[manager.kv_cache_group_id]
                 blocks = manager.req_to_blocks.get(name) or []
                 after = held.fresh or held.kept
-                end = held.event.end_block if held.event else 0
+                if held.event is not None and not held.event.in_place:
+                    after = held.fresh
+                end = held.event.end_block * BLOCK // self.block_size if held.event else 0
                 count = len(after) + sum(not block.is_null for block in blocks[end:])
-                assert count <= ceiling // BLOCK + 1
+                assert count <= ceiling // self.block_size + 1

@@ -78,6 +78,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
         **EXPERTS,
     },
+    # Short convolutions beside full attention.
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "conv_L_cache": 3,
+        "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 128,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": True,
+    },
     # MLA: one latent row per token; vLLM's kernel for CPUs takes rows of 512 + 64 elements. Without
     # YaRN, vLLM's operator for CPUs rotates queries of several heads as if they were of one.
     "deepseek_v2": {

@@ -696,16 +696,20 @@ class Settings(Options):
         """Used part of the pool above which requests are compressed; None: never for that."""
         return next((t.mark for t in self.triggers if t.mark is not None), None)
 
-    def rule(self, block_size: int, demand: PolicyDemand) -> CompressionRule:
-        """Returns the budget and triggers in tokens and blocks; chunks end at whole blocks."""
+    def rule(self, block_size: int, demand: PolicyDemand, split: int = 1) -> CompressionRule:
+        """Returns the budget and triggers in tokens and blocks.
+
+        Chunks and ceilings are whole blocks of vLLM's, of `split` blocks each.
+        """
         if not self.compresses:
-            return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
+            return CompressionRule(block_size, fraction=1.0, at_prompt_end=False, split=split)
+        allocated_size = block_size * split
         intervals = {trigger.kind: trigger.every for trigger in self.triggers}
         if self.budget == 1.0:
             intervals = {}  # only events of other settings compress
         chunk_tokens = intervals.get("chunk")
         if chunk_tokens is not None:
-            chunk_tokens = ceil_div(chunk_tokens, block_size) * block_size
+            chunk_tokens = ceil_div(chunk_tokens, allocated_size) * allocated_size
         is_fraction = isinstance(self.budget, float)
         return CompressionRule(
             block_size=block_size,
@@ -717,8 +721,9 @@ class Settings(Options):
             pressure_mark=self.pressure_mark,
             min_tokens=self.min_tokens,
             span_share=self.span_share,
-            ceiling_blocks=None if self.ceiling is None else self.ceiling // block_size,
+            ceiling_blocks=None if self.ceiling is None else self.ceiling // allocated_size,
             after_reasoning=self.after_reasoning,
+            split=split,
             **vars(demand),
         )
 

@@ -14,6 +14,7 @@ from vllm_kvcompress.cache.pages import (
     InterleavedPagePool,
     LatentPagePool,
     PackedPagePool,
+    divided,
     flat_pages,
 )
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
@@ -81,6 +82,49 @@ def test_page_view_covers_every_layer_and_head(layers: int, heads: int, blocks: 
             for head in range(heads):
                 page = pages[block * per_block + offsets[layer] + head]
                 assert torch.equal(page, cache[block, layer, head].flatten())
+
+
+@given(
+    layers=st.integers(1, 3),
+    others=st.integers(0, 2),
+    heads=st.integers(1, 3),
+    blocks=st.integers(1, 4),
+    split=st.integers(1, 4),
+)
+def test_parts_of_blocks_are_blocks_of_fewer_tokens(
+    layers: int, others: int, heads: int, blocks: int, split: int
+) -> None:
+    """Every token, written where attention kernels write it, lies in one page of its block."""
+    part, dim = 4, 6
+    cache = torch.full_like(block_major(blocks, layers + others, heads, split * part, dim), -1)
+    views = [divided(cache[:, layer], split) for layer in range(layers)]
+    pages, per_part, offsets = flat_pages(views)
+    assert per_part == (layers + others) * heads
+    pool = InterleavedPagePool(pages, per_part, torch.tensor(offsets), heads, part, dim)
+    for slot in range(blocks * split * part):  # the same number with blocks and with parts
+        for layer, view in enumerate(views):
+            for head in range(heads):
+                number = (slot * layers + layer) * heads + head
+                view[slot // part, head, slot % part] = float(number)
+    for block in range(blocks):
+        written = cache[block].flatten()
+        assert int((written >= 0).sum()) == layers * heads * split * part * 2 * dim
+        for token in range(split * part):
+            slot = block * split * part + token
+            for layer in range(layers):
+                for head in range(heads):
+                    page = pool.layer_page_ids(layer, torch.tensor([slot // part]))[head]
+                    row = pool.take(page, torch.tensor([slot % part]), VALUES)
+                    assert (row == (slot * layers + layer) * heads + head).all()
+
+
+def test_blocks_of_no_whole_parts_are_refused() -> None:
+    cache = block_major(3, 2, 2, 12, 6)
+    with pytest.raises(InvariantError, match="expected blocks of 5 whole parts"):
+        divided(cache[:, 0], 5)
+    padded = torch.zeros(3, 2 * 2 * 12 * 12 + 8)[:, :-8].view(3, 2, 2, 12, 12)
+    with pytest.raises(InvariantError, match="without padding"):
+        divided(padded[:, 0], 3)
 
 
 def test_a_layer_major_cache_is_refused() -> None:

@@ -21,6 +21,7 @@ from vllm_kvcompress.policies.h2o import H2O
 from vllm_kvcompress.policies.keydiff import KeyDiff
 
 POSITIONS = (70, 103, 115, 140)
+PER_BLOCK = NUM_LAYERS * NUM_HEADS
 SHAPE = Shape(pages=(9, 9), group=2, block_size=BLOCK_SIZE)
 # Their layers would have to take pages of others, so their events take fresh blocks.
 LAYER_DEPENDENT = {
@@ -80,6 +81,45 @@ def test_events_in_place_keep_what_fresh_blocks_would(
             assert [[row[:16] for row in head] for head in found] == [
                 [row[:16] for row in head] for head in wanted
             ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "positions"),
+    [
+        *(
+            (policy, PackedPagePool, (70, 103))
+            for policy in POLICIES
+            if policy not in LAYER_DEPENDENT
+        ),
+        *(
+            (policy, InterleavedPagePool, positions)
+            for policy in ("keydiff+adakv", "h2o", "kvslimmer")
+            for positions in ((70, 103), (70, 78, 147))
+        ),
+    ],
+)
+def test_events_beside_the_tail_keep_what_fresh_blocks_would(
+    policy: str, kind: type[PagePool], positions: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Every policy: the same tokens and state, in blocks of which later ones are read as well.
+
+    At 78 tokens the second event reads and writes the same ones.
+    """
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    fresh, ours = (
+        Request(pipeline, make_pool(kind), positions=positions, split=split) for split in (1, 7)
+    )
+    for position in positions:
+        expected, event = fresh.compress(position), ours.compress(position)
+        assert event.plan.overwrites
+        assert not event.plan.in_place
+        assert event.plan.num_kept_blocks == expected.plan.num_kept_blocks
+        for layer, (one, other) in enumerate(zip(left_by(ours), left_by(fresh), strict=True)):
+            for name in ("counts", "keys", "values"):
+                assert torch.equal(one[name], other[name])
+            torch.testing.assert_close(one["carried"], other["carried"], equal_nan=True)
+            beside = [page for page in one["pages"] if page // PER_BLOCK in event.plan.beside_tail]
+            assert {int(page) % PER_BLOCK // NUM_HEADS for page in beside} <= {layer}
 
 
 def test_layer_dependent_policies_are_those_listed(tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ class Bookkeeping:
                     assert len(set(pages)) == len(pages)
                     assert not seen & set(pages), "a page belongs to two heads"
                     seen |= set(pages)
-            blocks = {page // tables.pool.pages_per_block for page in seen}
+            pages_per_block = tables.pool.pages_per_block * manager.kv_cache_spec.split
+            blocks = {page // pages_per_block for page in seen}
             assert blocks <= owned_blocks, (request_id, blocks - owned_blocks)
             record = self.table[request_id]
             held = record.groups[manager.kv_cache_group_id]

@@ -36,6 +36,7 @@ class Schedules(RuleBasedStateMachine):
         asynchronous=st.booleans(),
         budget=st.sampled_from([0.25, 48]),
         ceiling=st.sampled_from([None, 40, 96, 230]),
+        split=st.sampled_from([1, 1, 4]),
     )
     def start(
         self,
@@ -45,10 +46,14 @@ class Schedules(RuleBasedStateMachine):
         asynchronous: bool,
         budget: float | int,
         ceiling: int | None,
+        split: int,
     ) -> None:
         self.num_blocks, self.histories = 40 * num_groups, {}
         if num_groups > 1:
             reuses, conversations = False, None
+        if split > 1:  # in models whose other layers have states, which keep neither
+            self.num_blocks, reuses, conversations = 14 * num_groups, False, None
+            ceiling = None if ceiling is None else max(160, ceiling)
         self.queue = Queue(
             num_groups,
             reuses,
@@ -57,6 +62,7 @@ class Schedules(RuleBasedStateMachine):
             conversations,
             budget=budget,
             ceiling=ceiling,
+            split=split,
         )
 
     def some(self, data: st.DataObject, *, running: bool | None = None) -> str:

@@ -352,6 +352,42 @@ class PackedKV(KVView):
         return self.norms.read(self.page_table, self.lengths // size, behind)
 
 
+def divided(cache: Tensor, split: int) -> Tensor:
+    """Returns a layer's cache with each block divided into equal parts, which become its blocks.
+
+    The parts of a block lie one behind the other, each with all layers, so that a part is to pages
+    what a block was:
+
+        block    [ layer 0: all tokens      ][ layer 1: all tokens      ]
+        parts    [ 0, layer 0 ][ 0, layer 1 ][ 1, layer 0 ][ 1, layer 1 ]
+
+    Args:
+        cache: [num_blocks, num_kv_heads, block_size, elements of a token] view of an allocation
+            in the layout BLHNC.
+        split: parts of a block.
+
+    Returns:
+        [num_blocks * split, num_kv_heads, block_size / split, elements of a token] view.
+
+    Raises:
+        InvariantError: a block is not whole parts.
+    """
+    num_blocks, num_heads, block_size, content = cache.shape
+    stride, offset = cache.stride(0), cache.storage_offset()
+    part = num_heads * (block_size // split) * content
+    if block_size % split or stride % (split * part) or offset % (split * part):
+        raise InvariantError(
+            f"expected blocks of {split} whole parts of {part} elements, got shape "
+            f"{tuple(cache.shape)} with strides {cache.stride()} at offset {offset}; the KV-cache "
+            "layout must be BLHNC, without padding."
+        )
+    return cache.as_strided(
+        (num_blocks * split, num_heads, block_size // split, content),
+        (stride // split, block_size // split * content, content, 1),
+        offset // split,
+    )
+
+
 def flat_pages(layer_caches: list[Tensor]) -> tuple[Tensor, int, list[int]]:
     """Returns the flat page view over one group's per-layer cache views.
 

@@ -113,6 +113,11 @@ class EventBatch:
         """Whether kept tokens stay in the pages of the former events' kept ones."""
         return self.events[0].plan.in_place
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether kept tokens are written to pages that the batch reads."""
+        return self.events[0].plan.overwrites
+
     @classmethod
     def of(
         cls, events: list[Event], pool: PagePool, num_layers: int = 1, holds: bool = True
@@ -175,7 +180,7 @@ def group_events(
         plan = event.plan
         if event.error is not None or not event.pipeline.batches:
             return plan.request_id
-        kept_before = plan.resident_blocks > 0, plan.in_place
+        kept_before = plan.resident_blocks > 0, plan.in_place, plan.overwrites
         return id(event.pipeline), plan.window_size, kept_before, plan.request_id in in_step
 
     alike: dict[Hashable, list[Event]] = {}

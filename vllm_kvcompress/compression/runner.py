@@ -118,9 +118,9 @@ class EventRunner:
             layer_pages, state_pages = self._layer_pages(
                 pipeline, allocator or pipeline.allocator, plan, pages_before
             )
-            fresh_pages = pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device))
+            fresh_pages = self._fresh_pages(plan)
         if any(state_pages):
-            self.policy_state.blocks.update(plan.fresh_block_ids)
+            self.policy_state.blocks.update((*plan.fresh_block_ids, *plan.beside_tail))
         num_tail = plan.num_partial_tokens(pool.block_size)
         partial = 1 if num_tail else 0
         num_before = int(tables.tails.max_kept[slot]) if plan.resident_blocks else 0
@@ -137,6 +137,19 @@ class EventRunner:
             state_pages=state_pages,
             layer_starts=[0, *accumulate(map(add, layer_pages, state_pages))][:-1],
         )
+
+    def _fresh_pages(self, plan: EventPlan) -> Tensor:
+        """Returns the [P] int64 pages that take what an event keeps and its state, layer by layer.
+
+        In the blocks beside the tail, which other layers are still to read, each layer has its own.
+        """
+        pool = self.pool
+        pages = pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device))
+        if not plan.beside_tail:
+            return pages
+        blocks = upload(list(plan.beside_tail), pool.device)
+        beside = [pool.layer_page_ids(layer, blocks).flatten() for layer in range(pool.num_layers)]
+        return torch.cat((torch.stack(beside), pages.view(pool.num_layers, -1)), dim=1).flatten()
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
         """Forgets the norms of values in blocks that are written to."""
@@ -237,8 +250,9 @@ class EventRunner:
     ) -> None:
         """Writes the kept tokens and policy state, and enters their pages into the page tables.
 
-        An event in place reads all that it needs, which fails where a policy returned something of
-        a wrong shape, before it writes anything: only then can the guard run the layer again.
+        An event that overwrites pages reads all that it needs, which fails where a policy returned
+        something of a wrong shape, before it writes anything: only then can the guard run the layer
+        again.
         """
         pool, merged, pages, places = self.pool, selection.merged, run.pages, None
         any_order = batch.pipeline.any_order and batch.protected is None
@@ -247,7 +261,7 @@ class EventRunner:
             selection, pages, places = fill_holes(
                 selection, sources.body, held.flatten(), pool.block_size
             )
-        compacts = not (batch.in_place or merged.keys is not None or merged.values is not None)
+        compacts = not (batch.overwrites or merged.keys is not None or merged.values is not None)
         entries = None
         if isinstance(pool, InterleavedPagePool) and compacts:
             entries = pool.entries(sources.body, view.lengths)

@@ -60,7 +60,9 @@ class RequestLedger:
         rule: when and how far the request is compressed.
         policy: name of its policy.
         compressed_blocks: logical full blocks that have been compressed (c above).
-        resident_blocks: fresh blocks that hold their kept tokens.
+        resident_blocks: blocks that hold their kept tokens.
+        num_kept_allocated: blocks of vLLM's that the last event has taken for these; the others
+            lie beside the tail.
         last_position: position of the last event; 0: none yet.
         first_event_position: position of the first event, on which later tokens depend.
         num_prompt_tokens: logical tokens of the prompt, those behind a named context included.
@@ -77,6 +79,7 @@ class RequestLedger:
     policy: str = ""
     compressed_blocks: int = 0
     resident_blocks: int = 0
+    num_kept_allocated: int = 0
     last_position: int = 0
     first_event_position: int | None = None
     num_prompt_tokens: int = 0
@@ -119,8 +122,34 @@ class RequestLedger:
         """Position at which the request holds as much as its ceiling allows; None: it has none."""
         if self.rule.ceiling_blocks is None:
             return None
-        room = self.rule.ceiling_blocks - self.resident_blocks
-        return (self.compressed_blocks + room) * self.rule.block_size
+        room = self.rule.ceiling_blocks - self.num_kept_allocated
+        return (self.num_freed + room) * self.rule.allocated_size
+
+    @property
+    def num_freed(self) -> int:
+        """Leading blocks of vLLM's that have been compressed completely."""
+        return self.compressed_blocks // self.rule.split
+
+    def may_stay_in_place(self, position: int, num_kept: int) -> bool:
+        """Whether an event could write to the pages of the former one's kept tokens.
+
+        It keeps as many, in the same layers, and none of these pages lies in a block that it frees.
+        """
+        if num_kept != self.resident_blocks or self.rule.layer_dependent:
+            return False
+        lie_beside_tail = self.resident_blocks > self.num_kept_allocated * self.rule.split
+        end = self.end_of_event(position) // self.rule.allocated_size
+        return not lie_beside_tail or end == self.num_freed
+
+    def num_allocated_sources(self, position: int) -> int:
+        """Counts the blocks of vLLM's that an event frees unless it stays in place."""
+        end = self.end_of_event(position) // self.rule.allocated_size
+        return self.num_kept_allocated + end - self.num_freed
+
+    def num_fresh(self, position: int, num_kept: int) -> int:
+        """Counts the blocks of vLLM's that an event allocates unless it stays in place."""
+        end_block = self.end_of_event(position) // self.rule.block_size
+        return self.rule.num_fresh(num_kept, end_block)
 
     def end_reasoning(self, end: int | None) -> None:
         """Records up to which logical token the model has reasoned; None: it has not ended."""
@@ -203,7 +232,12 @@ class RequestLedger:
         is_full = self._full_at is not None and position >= self._full_at
         if position < self.rule.min_tokens and not is_full:
             return Decision(trigger, num_kept, SKIP_SHORT)
-        if num_kept >= self.num_source_blocks(position):
+        num_sources = self.num_source_blocks(position)
+        if is_full:  # what is held may fit into fewer blocks of vLLM's without a loss
+            num_kept = min(num_kept, num_sources)
+        frees = self.num_fresh(position, num_kept) < self.num_allocated_sources(position)
+        stays = self.may_stay_in_place(position, num_kept) and num_kept < num_sources
+        if num_kept > num_sources or not (frees or stays):
             return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
         if not self.rule.has_room(num_kept, num_protected):
             return Decision(trigger, num_kept, SKIP_PROTECTED)
@@ -247,6 +281,9 @@ class RequestLedger:
 
     def commit(self, position: int, num_kept_blocks: int) -> None:
         """Records an event, or that of a kept state which the request begins with."""
+        if not self.may_stay_in_place(position, num_kept_blocks):
+            end_block = position // self.rule.block_size
+            self.num_kept_allocated = self.rule.num_fresh(num_kept_blocks, end_block)
         self.compressed_blocks = position // self.rule.block_size
         self.resident_blocks = num_kept_blocks
         self.last_position = position
@@ -272,20 +309,21 @@ class RequestLedger:
         return Observation(first - start, first, min(end, position) - first)
 
     def most_blocks(self) -> int:
-        """Counts the most blocks that the request still comes to hold between events.
+        """Counts the most blocks of vLLM's that the request still comes to hold between events.
 
         These are all up to its last token, unless its ceiling, or events before that, keep it from
         getting as far.
         """
-        rule, size = self.rule, self.rule.block_size
+        rule, size = self.rule, self.rule.allocated_size
         if not self.last_position and rule.first_effective_position(self.compress_at):
             after = replace(self)
             after.commit(self.compress_at, rule.target_blocks(self.compress_at, self.compress_at))
             return max(after.most_blocks(), rule.limited(ceil_div(self.compress_at, size)))
-        held = self.resident_blocks + ceil_div(self.most_tokens, size) - self.compressed_blocks
+        held = self.num_kept_allocated + ceil_div(self.most_tokens, size) - self.num_freed
         stride = rule.decode_tokens or rule.chunk_tokens
         if stride:
-            kept = max(rule.target_blocks(self.compress_at, self.most_tokens), self.resident_blocks)
+            target = rule.target_blocks(self.compress_at, self.most_tokens)
+            kept = max(ceil_div(target, rule.split), self.num_kept_allocated)
             before = max(kept, ceil_div(rule.min_tokens, size))
             if not self.last_position:
                 before = max(before, ceil_div(self.compress_at, size))
@@ -293,13 +331,14 @@ class RequestLedger:
         return rule.limited(held)
 
     def fresh_blocks(self) -> int:
-        """Counts the most fresh blocks that an event to come takes; 0: none, or it is in place."""
+        """Counts the most blocks of vLLM's that an event to come takes; 0: it takes none."""
         position = self.next_position(self.last_position)
         if position is None or position > self.most_tokens:
             return 0
         num_kept = self.rule.target_blocks(self.compress_at, self.most_tokens)
-        is_same_size = num_kept == self.resident_blocks and not self.rule.layer_dependent
-        return 0 if is_same_size else num_kept
+        if self.may_stay_in_place(self.most_tokens, num_kept):
+            return 0
+        return ceil_div(num_kept, self.rule.split)
 
     def _expects_event(self, position: int) -> bool:
         """Whether an event at `position`, or soon after it, is planned already or will be."""

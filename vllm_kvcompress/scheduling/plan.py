@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE
 
 Spans = tuple[tuple[int, int], ...]  # [start, end) of logical tokens, ascending and disjoint
+
+
+def kernel_blocks(block_ids: Iterable[int], split: int) -> tuple[int, ...]:
+    """Returns the numbers that attention kernels have for the parts of vLLM's blocks, in order."""
+    if split == 1:
+        return tuple(block_ids)
+    return tuple(block * split + part for block in block_ids for part in range(split))
 
 
 def num_in_spans(spans: Spans, end: int) -> int:
@@ -18,6 +26,8 @@ def num_in_spans(spans: Spans, end: int) -> int:
 @dataclass(frozen=True)
 class EventPlan:
     """Compression event of one request in one cache group.
+
+    Blocks are those of attention kernels (see `rule.py`).
 
     Attributes:
         request_id: vLLM's request id.
@@ -35,6 +45,9 @@ class EventPlan:
         after_first_token: whether it runs before the forward pass of the request's next step, so
             that the first token does not wait for it; else behind attention or sampling.
         protected: logical tokens that every head keeps.
+        beside_tail: last blocks before `end_block` that take kept tokens as well, since they are a
+            part of one of vLLM's blocks that goes on with the tail.
+        num_freed_blocks: blocks of vLLM's that go back to the pool once the event has run.
     """
 
     request_id: str
@@ -50,6 +63,8 @@ class EventPlan:
     kept_as: int | None = None
     after_first_token: bool = False
     protected: Spans = ()
+    beside_tail: tuple[int, ...] = ()
+    num_freed_blocks: int = 0
 
     @property
     def done_at(self) -> int:
@@ -62,17 +77,19 @@ class EventPlan:
     @property
     def in_place(self) -> bool:
         """Whether the kept tokens stay in the blocks of the former event's kept tokens."""
-        return not self.fresh_block_ids
+        return not self.fresh_block_ids and not self.beside_tail
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether kept tokens are written to pages that are read in the same event."""
+        return self.in_place or bool(self.beside_tail)
 
     @property
     def num_kept_blocks(self) -> int:
         """Blocks that hold the kept tokens afterwards."""
-        return len(self.fresh_block_ids) or self.resident_blocks
-
-    @property
-    def num_freed_blocks(self) -> int:
-        """Blocks that go back to the pool once the event has run."""
-        return self.num_tail_blocks if self.in_place else self.num_source_blocks
+        if self.in_place:
+            return self.resident_blocks
+        return len(self.fresh_block_ids) + len(self.beside_tail)
 
     @property
     def num_source_blocks(self) -> int:

@@ -2,6 +2,15 @@
 
 Scheduler and workers derive everything from the same rule and the same positions, so they never
 have to agree after the fact.
+
+Blocks are those that attention kernels see: vLLM's own or, beside states of Mamba layers, where
+these are hundreds of tokens, `split` equal parts of each. What is allocated and freed is whole
+blocks of vLLM's:
+
+    vLLM's blocks   [ 0               ][ 1               ][ 2               ]     split = 4
+    parts           [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ][ 6 ][ 7 ][ 8 ][ 9 ][.. ][   ]
+    event           [ sources: parts 0 .. 9                          ][ tail: part 10, partial
+    afterwards      0 and 1 are freed; 8 and 9, compressed but beside the tail, take kept tokens
 """
 
 from __future__ import annotations
@@ -30,7 +39,7 @@ class PolicyDemand:
         min_window: how many of them are enough behind a prefix-cache hit; None: all.
         least_blocks: blocks that an event leaves at least: one page per layer and head, and room
             for the policy state.
-        window_blocks: blocks that hold a request's last queries, under memory pressure.
+        window_blocks: blocks of vLLM's for a request's last queries, under memory pressure.
         blocks_on_top: blocks of a policy state that does not count in the budget.
         layer_dependent: whether layers get different budgets.
         state_share: part of kept blocks that numbers of each token take.
@@ -69,12 +78,13 @@ class CompressionRule(PolicyDemand):
         pressure_mark: used part of the pool above which requests that generate are compressed, as
             they are when others wait for room; None: no compression under memory pressure.
         min_tokens: logical tokens below which a request is not compressed.
-        ceiling_blocks: most blocks that a request holds after a step, whatever the triggers say;
-            None: as many as these leave.
+        ceiling_blocks: most blocks of vLLM's that a request holds after a step, whatever the
+            triggers say; None: as many as these leave.
         after_reasoning: part of what is not protected that is kept once a model has ended its
             reasoning; None: the end of reasoning is no event.
         span_share: part of protected spans that every head keeps; None: as much of them as of all
             tokens, for which there is always room.
+        split: blocks in one of vLLM's.
     """
 
     block_size: int
@@ -88,6 +98,26 @@ class CompressionRule(PolicyDemand):
     ceiling_blocks: int | None = None
     after_reasoning: float | None = None
     span_share: float | None = 1.0
+    split: int = 1
+
+    @property
+    def allocated_size(self) -> int:
+        """Tokens of a block of vLLM's."""
+        return self.block_size * self.split
+
+    def num_fresh(self, num_kept: int, end_block: int) -> int:
+        """Counts the blocks of vLLM's that an event allocates to keep `num_kept` blocks.
+
+        Its last source, if it ends at `end_block` within one of vLLM's, stays with the tail, so
+        that its compressed part has room. Layers that get different budgets do not use this, since
+        a layer cannot take the pages of another that is still to be read.
+        """
+        room = 0 if self.layer_dependent else end_block % self.split
+        return ceil_div(max(0, num_kept - room), self.split)
+
+    def num_beside_tail(self, num_kept: int, end_block: int) -> int:
+        """Counts the kept blocks for which an event allocates nothing; see `num_fresh`."""
+        return max(0, num_kept - self.num_fresh(num_kept, end_block) * self.split)
 
     @property
     def keeps_all(self) -> bool:
@@ -105,7 +135,7 @@ class CompressionRule(PolicyDemand):
         return self.ceiling_blocks is not None and self.pressure_mark is None
 
     def limited(self, num_blocks: int) -> int:
-        """Returns a number of blocks, or the ceiling if that is less."""
+        """Returns a number of vLLM's blocks, or the ceiling if that is less."""
         return num_blocks if self.ceiling_blocks is None else min(num_blocks, self.ceiling_blocks)
 
     def next_position(self, compress_at: int, after: int) -> int | None:
@@ -160,7 +190,7 @@ class CompressionRule(PolicyDemand):
         """Limits the blocks that an event keeps, by what the policy needs and by the ceiling."""
         wanted = max(self.least_blocks, num_blocks)
         if self.ceiling_blocks is not None:
-            wanted = min(wanted, kept_below(self.ceiling_blocks))
+            wanted = min(wanted, kept_below(self.ceiling_blocks) * self.split)
         return wanted
 
     def has_room(self, num_blocks: int, num_protected: int) -> bool:
@@ -173,15 +203,15 @@ class CompressionRule(PolicyDemand):
         """Returns the first position up to the prompt's end at which an event frees blocks."""
         last = num_prompt_tokens
         if self.ceiling_blocks is not None:
-            last = min(last, self.ceiling_blocks * self.block_size)
+            last = min(last, self.ceiling_blocks * self.allocated_size)
         position = self.next_position(num_prompt_tokens, 0)
         while position is not None and position <= last:
-            num_full_blocks = position // self.block_size
             target = self.target_blocks(num_prompt_tokens, position)
-            if position >= self.min_tokens and target < num_full_blocks:
+            num_fresh = self.num_fresh(target, position // self.block_size)
+            if position >= self.min_tokens and num_fresh < position // self.allocated_size:
                 return position
             position = self.next_position(num_prompt_tokens, position)
-        reaches_ceiling = self.ceiling_blocks == last // self.block_size
+        reaches_ceiling = self.ceiling_blocks == last // self.allocated_size
         return last if reaches_ceiling else None
 
     def max_prefix_hit(self, num_prompt_tokens: int) -> int:
@@ -198,16 +228,17 @@ class CompressionRule(PolicyDemand):
         return max(0, min(num_prompt_tokens - 1, position - max(1, self.needed_queries)))
 
     def peak_blocks(self, num_tokens: int) -> int:
-        """Counts the most blocks that a request of up to `num_tokens` tokens holds at once."""
-        num_blocks = math.ceil(num_tokens / self.block_size)
-        kept = min(self.target_blocks(num_tokens, num_tokens), num_blocks)
+        """Counts the most of vLLM's blocks that up to `num_tokens` tokens hold at once."""
+        size = self.allocated_size
+        num_blocks = math.ceil(num_tokens / size)
+        kept = min(ceil_div(self.target_blocks(num_tokens, num_tokens), self.split), num_blocks)
         peak = num_blocks + kept
         if self.chunk_tokens:
             stride = max(self.chunk_tokens, self.decode_tokens or 0)
             # kept + chunk + fresh; one more chunk while a step's sources are not yet freed. Before
             # the first event nothing is kept, but all tokens up to `min_tokens` are there.
-            before = max(kept, math.ceil(self.min_tokens / self.block_size))
-            bounded = before + kept + 2 * math.ceil(stride / self.block_size) + 2
+            before = max(kept, math.ceil(self.min_tokens / size))
+            bounded = before + kept + 2 * math.ceil(stride / size) + 2
             peak = min(peak, bounded)
         if self.ceiling_blocks is not None:
             # At its first event a request holds the ceiling and what is kept of it; as much again
@@ -216,23 +247,23 @@ class CompressionRule(PolicyDemand):
         return peak
 
     def admission_blocks(self, num_tokens: int) -> int:
-        """Counts the free blocks that a request needs to read all of `num_tokens` tokens."""
+        """Counts the free blocks of vLLM's that are needed to read all of `num_tokens` tokens."""
         if self.first_effective_position(num_tokens) is None:
-            return math.ceil(num_tokens / self.block_size) + self.window_blocks
+            return math.ceil(num_tokens / self.allocated_size) + self.window_blocks
         return self.peak_blocks(num_tokens) + self.window_blocks
 
     def held_blocks(self, num_tokens: int) -> int:
-        """Counts the blocks that a request of `num_tokens` tokens holds between events.
+        """Counts the blocks of vLLM's that `num_tokens` tokens hold between events.
 
         These are kept blocks and a tail: a partial block, or what is computed up to the next event.
         """
-        num_blocks = math.ceil(num_tokens / self.block_size)
+        num_blocks = math.ceil(num_tokens / self.allocated_size)
         if self.first_effective_position(num_tokens) is None and self.pressure_mark is None:
             return num_blocks
         tail = self.decode_tokens or self.chunk_tokens
         if tail or self.ceiling_blocks is None:
-            kept = self.target_blocks(num_tokens, num_tokens)
-            num_blocks = min(num_blocks, kept + math.ceil((tail or 1) / self.block_size))
+            kept = ceil_div(self.target_blocks(num_tokens, num_tokens), self.split)
+            num_blocks = min(num_blocks, kept + math.ceil((tail or 1) / self.allocated_size))
         return self.limited(num_blocks) + self.window_blocks
 
     def concurrency(self, num_tokens: int, pool_blocks: int) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
 from vllm.config import VllmConfig
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -28,6 +30,7 @@ from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.scheduling.rule import CompressionRule, PolicyDemand
 
 MIN_BUFFERS = 8  # ring buffers for last queries
+PART_SIZES = (16, 64)  # fewest and most tokens of a part, where vLLM's blocks are divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,13 @@ class CompressedAttentionSpec(FullAttentionSpec):
     Attributes:
         settings: the server's settings.
         demands: needs of every policy that requests may choose, each with its name.
+        part_size: tokens of a part, where blocks are divided for attention kernels; 0: they are
+            not.
     """
 
     settings: Settings
     demands: tuple[tuple[str, PolicyDemand], ...]
+    part_size: int = 0
 
     @classmethod
     def from_full_attention(
@@ -48,21 +54,40 @@ class CompressedAttentionSpec(FullAttentionSpec):
         spec: FullAttentionSpec,
         settings: Settings,
         demands: tuple[tuple[str, PolicyDemand], ...],
+        part_size: int = 0,
     ) -> Self:
         """Makes the spec of a full-attention layer that is compressed.
 
         What only an MLA layer's spec says is dropped: it has one KV head and no room for values.
         """
         fields = {name: getattr(spec, name) for name in FullAttentionSpec.__dataclass_fields__}
-        return cls(**fields, settings=settings, demands=demands)
+        return cls(**fields, settings=settings, demands=demands, part_size=part_size)
+
+    @property
+    def kernel_block_size(self) -> int:
+        """Tokens of what attention kernels see as a block, and of a page."""
+        return self.part_size or int(self.block_size)
+
+    @property
+    def split(self) -> int:
+        """Number of blocks of attention kernels in a block of vLLM's."""
+        split: int = self.block_size // self.kernel_block_size
+        return split
+
+    @cached_property
+    def of_kernels(self) -> Self:
+        """The same with attention kernels' blocks as blocks."""
+        of_kernels: Self = self.copy_with_new_block_size(self.kernel_block_size)
+        return self if self.split == 1 else of_kernels
 
     def demand_of(self, policy: str) -> PolicyDemand:
         """Returns the needs of a policy."""
         return dict(self.demands).get(policy, PolicyDemand())
 
     def rule_of(self, settings: Settings) -> CompressionRule:
-        """Returns the rule for requests with these settings, at this spec's block size."""
-        return settings.rule(self.block_size, self.demand_of(settings.policy))
+        """Returns the rule for requests with these settings, at this spec's block sizes."""
+        demand = self.demand_of(settings.policy)
+        return settings.rule(self.kernel_block_size, demand, self.split)
 
     @cached_property
     def rule(self) -> CompressionRule:
@@ -90,7 +115,7 @@ class CompressedAttentionSpec(FullAttentionSpec):
     @cached_property
     def chunks(self) -> PromptChunks | None:
         """Chunks of prompts whose queries read a part of the cache; None: they read all of it."""
-        return PromptChunks.of(self.settings.read_rule, self.block_size)
+        return PromptChunks.of(self.settings.read_rule, self.kernel_block_size)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -143,6 +168,28 @@ class QueryBuffers:
         num_prefills = ceil_div(config.max_num_batched_tokens, max_chunk)
         number = min(config.max_num_seqs, max(MIN_BUFFERS, 2 * num_prefills))
         return cls(number, max(0, number - num_prefills))
+
+
+def part_size(block_size: int, supported: Sequence[int | MultipleOf]) -> int:
+    """Returns the tokens of the parts into which a long block is divided; 0: it is not.
+
+    It is the largest divisor within `PART_SIZES` that attention kernels take as a block size.
+
+    Args:
+        block_size: tokens of a block.
+        supported: block sizes that they support, as a backend of vLLM's names them.
+    """
+    fewest, most = PART_SIZES
+    if block_size <= most:
+        return 0
+    for size in range(most, fewest - 1, -1):
+        fits = any(
+            size % each.base == 0 if isinstance(each, MultipleOf) else size == each
+            for each in supported
+        )
+        if fits and block_size % size == 0:
+            return size
+    return 0
 
 
 def page_bytes_of(spec: AttentionSpec) -> int:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
-from vllm_kvcompress.scheduling.plan import Adoption, EventPlan, RequestPlan
+from vllm_kvcompress.scheduling.plan import Adoption, EventPlan, RequestPlan, kernel_blocks
 from vllm_kvcompress.scheduling.rule import TRIGGER_PRESSURE
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
     GroupBlocks,
@@ -142,7 +142,9 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             return num_blocks
         selected = request_id in self.table.selected
         decision = record.ledger.decide(num_tokens_main_model, selected)
-        num_with_event = num_blocks + self._fresh_blocks(request_id, decision)
+        num_with_event = num_blocks + self._fresh_blocks(
+            request_id, num_tokens_main_model, decision
+        )
         num_free = self.block_pool.get_num_free_blocks()
         makes_room = decision is not None and decision.trigger == TRIGGER_PRESSURE
         if makes_room and num_with_event * len(self.siblings) > num_free:
@@ -170,11 +172,13 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if start is not None:
             expects_event = ledger.next_position(start) is not None
             if under_pressure or expects_event:
-                return rule.target_blocks(ledger.compress_at, num_tokens)
+                return ceil_div(rule.target_blocks(ledger.compress_at, num_tokens), rule.split)
             return 0
         if rule.first_effective_position(num_tokens) is not None:
             return rule.peak_blocks(num_tokens) - ceil_div(num_tokens, self.block_size)
-        return rule.target_blocks(num_tokens, num_tokens) if under_pressure else 0
+        if not under_pressure:
+            return 0
+        return ceil_div(rule.target_blocks(num_tokens, num_tokens), rule.split)
 
     def _blocks_of_growth(self, record: RequestCompression, num_tokens: int) -> int:
         """Counts the blocks that a new request of `num_tokens` tokens takes behind these.
@@ -185,10 +189,10 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         ledger, beginning = replace(record.ledger), record.reuse.beginning
         if beginning is not None:
             ledger.commit(beginning.state.position, len(beginning.state.kept))
-        num_new = ceil_div(num_tokens, self.block_size) - ledger.compressed_blocks
+        num_new = ceil_div(num_tokens, self.block_size) - ledger.num_freed
         running = [self.table[each].ledger for each, blocks in self.req_to_blocks.items() if blocks]
         fresh = max(each.fresh_blocks() for each in [ledger, *running])
-        return ledger.most_blocks() - ledger.resident_blocks - num_new + fresh
+        return ledger.most_blocks() - ledger.num_kept_allocated - num_new + fresh
 
     def waits_for_room(self, request_id: str, num_tokens: int, num_processed: int) -> bool:
         """Whether a running request waits a step, since its blocks are those of a running event.
@@ -204,7 +208,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         for manager in self.siblings:  # so that all that wait, wait for others
             manager.remove_skipped_blocks(request_id, num_processed)
         num_blocks = ceil_div(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
-        num_blocks += self._fresh_blocks(request_id, ledger.decide(num_tokens))
+        num_blocks += self._fresh_blocks(request_id, num_tokens, ledger.decide(num_tokens))
         if num_blocks * len(self.siblings) <= self.block_pool.get_num_free_blocks():
             return False
         # An event behind the first token runs only once its request goes on.
@@ -255,7 +259,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             held.window = self.block_pool.get_new_blocks(num_window_blocks)
             self.table.written += block_ids(held.window)
             plan = record.unsent.requests.setdefault(request_id, RequestPlan())
-            plan.windows[group] = block_ids(held.window)
+            plan.windows[group] = kernel_blocks(block_ids(held.window), record.ledger.rule.split)
         is_loading = num_tokens_main_model == record.ledger.num_hit_tokens
         # The last group plans, so that all have their blocks for new tokens.
         if self is self.siblings[-1] and not is_loading:
@@ -289,9 +293,10 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if not blocks:
             return 0
         held = self._held(request_id)
-        num_null = self.table[request_id].ledger.compressed_blocks
+        ledger = self.table[request_id].ledger
+        num_null = ledger.num_freed
         if held.event is not None:
-            num_null = held.event.first_block
+            num_null = held.event.first_block // ledger.rule.split
         return len(blocks) - num_null + len(held.blocks)
 
     def num_pending_frees(self) -> int:
@@ -338,7 +343,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         """Counts the most blocks that a request which is being read will still take."""
         rule, num_tokens = ledger.rule, ledger.num_prompt_tokens
         unread = ceil_div(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
-        fresh = rule.target_blocks(num_tokens, num_tokens)
+        fresh = ceil_div(rule.target_blocks(num_tokens, num_tokens), rule.split)
         peak = rule.admission_blocks(num_tokens) - self.num_blocks_held(request_id)
         return min(peak, unread + fresh)
 
@@ -376,9 +381,17 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             self._free_sources(request_id)
             if request_id in self.table.awaiting_event:  # the former event runs in this step
                 self.states.kept.suspend_restores()
-        if not self._stays_in_place(request_id, decision):
-            held.fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
+        rule, num_kept = ledger.rule, decision.num_kept_blocks
+        end_block = ledger.end_of_event(position) // rule.block_size
+        num_freed = ledger.num_allocated_sources(position)
+        beside_tail: tuple[int, ...] = ()
+        if self._stays_in_place(request_id, position, decision):
+            num_freed -= ledger.num_kept_allocated
+        else:
+            held.fresh = self.block_pool.get_new_blocks(rule.num_fresh(num_kept, end_block))
             self.table.written += block_ids(held.fresh)
+            beside_tail = self._beside_tail(request_id, end_block, num_kept)
+        fresh = kernel_blocks(block_ids(held.fresh), rule.split)
         held.event = EventPlan(
             request_id=request_id,
             group=self.kv_cache_group_id,
@@ -387,22 +400,38 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             position=position,
             window_size=ledger.observed_window(position),
             first_block=ledger.compressed_blocks,
-            end_block=ledger.end_of_event(position) // self.block_size,
+            end_block=end_block,
             resident_blocks=ledger.resident_blocks,
-            fresh_block_ids=block_ids(held.fresh),
+            fresh_block_ids=fresh[: num_kept - len(beside_tail)],
             kept_as=self.states.number_of_context(record, position),
             after_first_token=ledger.follows_first_token(position),
             protected=ledger.protected_at(position),
+            beside_tail=beside_tail,
+            num_freed_blocks=num_freed,
         )
         return held.event
 
-    def _fresh_blocks(self, request_id: str, decision: Decision | None) -> int:
-        """Counts the fresh blocks that a decision takes."""
-        if decision is None or decision.skipped or self._stays_in_place(request_id, decision):
-            return 0
-        return decision.num_kept_blocks
+    def _beside_tail(self, request_id: str, end_block: int, num_kept: int) -> tuple[int, ...]:
+        """Returns the sources that take kept tokens, since vLLM's block goes on with the tail."""
+        rule = self.table[request_id].ledger.rule
+        number = rule.num_beside_tail(num_kept, end_block)
+        if not number:
+            return ()
+        block = self.req_to_blocks[request_id][end_block // rule.split]
+        num_compressed = end_block % rule.split
+        return kernel_blocks(block_ids([block]), rule.split)[
+            num_compressed - number : num_compressed
+        ]
 
-    def _stays_in_place(self, request_id: str, decision: Decision) -> bool:
+    def _fresh_blocks(self, request_id: str, position: int, decision: Decision | None) -> int:
+        """Counts the fresh blocks that a decision takes."""
+        if decision is None or decision.skipped:
+            return 0
+        if self._stays_in_place(request_id, position, decision):
+            return 0
+        return self.table[request_id].ledger.num_fresh(position, decision.num_kept_blocks)
+
+    def _stays_in_place(self, request_id: str, position: int, decision: Decision) -> bool:
         """Whether an event writes to the blocks of the former one's kept tokens.
 
         The request alone holds them, no kept state has them, and kept blocks never enter the prefix
@@ -413,22 +442,23 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         """
         record, held = self.table[request_id], self._held(request_id)
         kept, states = held.fresh or held.kept, self.states.kept
-        if self.table.spec.demand_of(record.ledger.policy).layer_dependent:
-            return False
-        is_same_size = len(kept) == decision.num_kept_blocks
-        return is_same_size and all(b.ref_cnt == 1 and b not in states for b in kept)
+        stays = record.ledger.may_stay_in_place(position, decision.num_kept_blocks)
+        return stays and all(b.ref_cnt == 1 and b not in states for b in kept)
 
     def _free_sources(self, request_id: str) -> None:
         """Frees an event's source blocks; cached ones stay usable until vLLM reuses them."""
         record, held = self.table[request_id], self._held(request_id)
         event, held.event = held.event, None
         assert event is not None
-        blocks, sources = self.req_to_blocks[request_id], slice(event.first_block, event.end_block)
+        blocks, split = self.req_to_blocks[request_id], record.ledger.rule.split
+        sources = range(event.first_block // split, event.end_block // split)
         former = [] if event.in_place else held.kept
-        freed = self.states.kept.release([*former, *blocks[sources]], superseded=True)
+        tail = [blocks[number] for number in sources]
+        freed = self.states.kept.release([*former, *tail], superseded=True)
         self.block_pool.free_blocks(reversed(freed))
-        blocks[sources] = [self.block_pool.null_block] * event.num_tail_blocks
-        held.kept, held.fresh = held.fresh or held.kept, []
+        blocks[sources.start : sources.stop] = [self.block_pool.null_block] * len(sources)
+        if not event.in_place:
+            held.kept, held.fresh = held.fresh, []
         self.states.supersede(record)
         if event.kept_as is not None:
             assert record.reuse.context_hash is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
+from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan, kernel_blocks
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptStates
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable, block_ids
 
@@ -56,8 +56,15 @@ def _check_request(
     record = table[request_id]
     held, ledger = record.groups[manager.kv_cache_group_id], record.ledger
     blocks, event = manager.req_to_blocks.get(request_id) or [], held.event
-    num_null = ledger.compressed_blocks if event is None else event.first_block
+    rule = ledger.rule
+    num_null, num_kept = ledger.num_freed, ledger.num_kept_allocated
+    if event is not None:
+        num_null = event.first_block // rule.split
+        if not event.in_place:
+            num_kept = event.num_freed_blocks - (event.end_block // rule.split - num_null)
+    fresh = kernel_blocks(block_ids(held.fresh), rule.split)
     shareable = () if record.reuse.state is None else record.reuse.state.blocks
+    num_fresh = 0 if event is None else len(event.fresh_block_ids)
     wrongly_shared = [
         block.block_id
         for block in held.blocks
@@ -67,23 +74,25 @@ def _check_request(
     readable = [block.block_id for block in written if block.ref_cnt != 1 or block in states]
     expected = {
         "null": [number < num_null for number in range(len(blocks))],
-        "kept": ledger.resident_blocks if event is None else event.resident_blocks,
+        "kept": num_kept,
         "fresh": () if event is None else event.fresh_block_ids,
-        "window": ledger.rule.window_blocks if blocks else 0,
+        "fresh blocks of vLLM's": 0 if event is None else ceil_div(num_fresh, rule.split),
+        "window": rule.window_blocks if blocks else 0,
         "shared": [],
         "written though others may read it": [],
     }
     actual = {
         "null": [block.is_null for block in blocks],
         "kept": len(held.kept),
-        "fresh": block_ids(held.fresh),
+        "fresh": fresh[:num_fresh],
+        "fresh blocks of vLLM's": len(held.fresh),
         "window": len(held.window),
         "shared": wrongly_shared,
         "written though others may read it": readable,
     }
     _expect(f"blocks of {request_id} in group {manager.kv_cache_group_id}", expected, actual)
-    ceiling = ledger.rule.ceiling_blocks
-    num_after = ledger.resident_blocks + len(blocks) - ledger.compressed_blocks
+    ceiling = rule.ceiling_blocks
+    num_after = ledger.num_kept_allocated + len(blocks) - ledger.num_freed
     if ceiling is not None and num_after > ceiling + 1:
         raise InvariantError(
             f"{request_id} has a ceiling of {ceiling} blocks: expected at most one more after the "
@@ -111,18 +120,22 @@ class SchedulerChecks:
     def tags(
         self, output: SchedulerOutput, plan: StepPlan, requests: Mapping[str, Request]
     ) -> BlockTags:
-        """Returns the owners of all blocks in a planned step, and the blocks to poison."""
-        owned, unwritten = {}, set(_event_blocks(plan))
+        """Returns the owners of all blocks in a planned step, and the blocks to poison.
+
+        They are numbered as attention kernels see them (`kernel_blocks`).
+        """
+        owned, unwritten, split = {}, set(_event_blocks(plan)), self._table.spec.split
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             start = requests[request_id].num_computed_tokens - num_tokens
             for manager in self._table.managers:
                 group = manager.kv_cache_group_id
                 blocks = manager.req_to_blocks.get(request_id) or []
-                unwritten.update(block_ids(blocks[ceil_div(start, manager.block_size) :]))
+                new = block_ids(blocks[ceil_div(start, manager.block_size) :])
+                unwritten.update(kernel_blocks(new, split))
                 own = [block for block in blocks if not block.is_null]
                 own += self._table[request_id].groups[group].blocks
-                owned[group, request_id] = frozenset(block_ids(own))
-        unreadable = set(self._find_unreadable())
+                owned[group, request_id] = frozenset(kernel_blocks(block_ids(own), split))
+        unreadable = set(kernel_blocks(self._find_unreadable(), split))
         poisoned = unwritten | (unreadable - self._unreadable)
         self._unreadable = unreadable
         return BlockTags(owned, tuple(sorted(poisoned)))

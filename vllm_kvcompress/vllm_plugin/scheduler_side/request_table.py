@@ -143,8 +143,9 @@ class RequestCompression:
         decision = self.ledger.decide(position, under_pressure=True)
         if decision is None or decision.skipped:
             return None
-        num_sources = self.ledger.num_source_blocks(position)
-        return Candidate(request_id, num_sources, decision.num_kept_blocks)
+        num_sources = self.ledger.num_allocated_sources(position)
+        written = self.ledger.num_fresh(position, decision.num_kept_blocks)
+        return Candidate(request_id, num_sources, written)
 
 
 class RequestTable:
@@ -351,7 +352,8 @@ def _protected_spans(
     within = tuple((start, min(end, num_tokens)) for start, end in spans if start < num_tokens)
     why = "" if within == spans else f"expected tokens of the prompt, which has {num_tokens}"
     if rule.ceiling_blocks is not None:
-        number, num_kept = num_in_spans(within, num_tokens), kept_below(rule.ceiling_blocks)
+        number = num_in_spans(within, num_tokens)
+        num_kept = kept_below(rule.ceiling_blocks) * rule.split
         if not rule.has_room(num_kept, number):
             within, why = (), f"the ceiling has no room for {number} tokens that are always kept"
     if why:

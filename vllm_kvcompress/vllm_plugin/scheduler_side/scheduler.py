@@ -176,7 +176,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
     def _announce(self) -> None:
         """Logs at start-up what is compressed, and what that means for capacity."""
         settings, rule, length = self.spec.settings, self.spec.rule, self.max_model_len
-        num_blocks = ceil_div(length, rule.block_size)
+        num_blocks = ceil_div(length, rule.allocated_size)
         pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         if settings.read is not None:
             logger.info("Decode steps read a part of what is held (--kv-read %s).", settings.read)
@@ -326,7 +326,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             return super().reusable_end(request)
         num_tokens, record = request.num_prompt_tokens, self.table[request.request_id]
         longest = record.longest_hit(num_tokens - 1, num_tokens, self.spec.chunks)
-        return longest - longest % self.spec.rule.block_size
+        block_size: int = self.spec.block_size
+        return longest - longest % block_size
 
     def find_prefix_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Returns a kept state's blocks, or as much of vLLM's prefix-cache hit as is allowed.
@@ -481,7 +482,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         The first group's event stands for those of all groups, which have as many tokens and
         blocks each. Tokens are counted per group, blocks over all groups.
         """
-        size, num_groups = self.spec.block_size, len(self.compressed)
+        size, num_groups = self.spec.kernel_block_size, len(self.compressed)
         for plan in plans:
             if plan.group != self.compressed[0].kv_cache_group_id:
                 continue
@@ -494,7 +495,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 source_tokens=plan.num_source_blocks * size,
                 resident_tokens=plan.num_kept_blocks * size,
                 blocks_freed=plan.num_freed_blocks * num_groups,
-                blocks_written=len(plan.fresh_block_ids) * num_groups,
+                blocks_written=ceil_div(len(plan.fresh_block_ids), self.spec.split) * num_groups,
             )
             self._step_stats.events.append(record)
 
@@ -592,7 +593,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         """Counts the pages of a decode step at `num_tokens` tokens, which reads a part of them."""
         if num_tokens <= ledger.num_prompt_tokens:
             return
-        num_resident, size = ledger.resident_tokens(num_tokens), self.spec.block_size
+        num_resident, size = ledger.resident_tokens(num_tokens), self.spec.kernel_block_size
         self._step_stats.held_pages += ceil_div(num_resident, size)
         self._step_stats.read_pages += rule.read_pages(num_resident, size)
 

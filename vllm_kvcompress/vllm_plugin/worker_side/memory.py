@@ -95,7 +95,7 @@ def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], s
 
 def _run_longest(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> None:
     layers = compat.attention_layers(compression.vllm_config, names)
-    device = next(model.parameters()).device
+    device, spec = next(model.parameters()).device, spec.of_kernels
     pool = InterleavedPagePool(
         pages=torch.zeros(
             spec.num_kv_heads,

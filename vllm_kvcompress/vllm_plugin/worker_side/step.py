@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.compression.repetitions import Repetition
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.scheduling.plan import BlockCopy, Observation, StepPlan
+from vllm_kvcompress.scheduling.plan import BlockCopy, Observation, StepPlan, kernel_blocks
 from vllm_kvcompress.vllm_plugin.startup import compat
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class GroupCompression:
         decode_steps: buffers that full CUDA graphs read; None: graphs are piecewise.
         drafts: what draft steps read; None: there are none.
         host: host memory that kept states are copied to; None: none.
+        split: blocks of attention kernels in one of vLLM's.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class GroupCompression:
         self.sharing = dict(sharing or {})
         self.drafts: DraftReads | None = None
         self.host: HostBlocks | None = None
+        self.split = 1
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
     @property
@@ -148,6 +150,17 @@ class GroupCompression:
             self.tables.move_saved(each.state, each.former, each.blocks)
             policy_state.note_copied(each.blocks[: each.num_kept], each.blocks[each.num_kept :])
             self.runner.forget_blocks(each.blocks)
+
+    def zero_blocks(self, block_ids: Sequence[int] | None) -> None:
+        """Zeroes new blocks of vLLM's, which may have held the states of other layers.
+
+        vLLM zeroes what it takes for these layers' part of a block. Where blocks are divided and
+        have room for more layers, that is not where they lie.
+        """
+        pool = self.tables.pool
+        if self.split > 1 and block_ids and pool.pages_per_block > pool.block_page_offsets.numel():
+            new = upload(list(kernel_blocks(block_ids, self.split)), pool.device)
+            pool.pages.index_fill_(0, pool.fresh_pages(new), 0)
 
     def begin_requests(self, plan: StepPlan) -> None:
         """Takes the ring buffers and saved states of requests that are new in the step."""

@@ -21,7 +21,7 @@ from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.host_blocks import HostBlocks
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, divided
 from vllm_kvcompress.cache.quantization import LayerScaled
 from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows, Windows, window_blocks
 from vllm_kvcompress.compression.batch import MAX_BATCH_LAYERS, MAX_BATCH_TOKENS
@@ -36,7 +36,8 @@ from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs, PageShape
 from vllm_kvcompress.policies.headkv import MeasuredHeads
 from vllm_kvcompress.policies.parts.profiles import Table
-from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
+from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.scheduling.plan import StepPlan, StepReport, kernel_blocks
 from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.spec import (
@@ -85,6 +86,7 @@ class WorkerCompression:
         settings: the user's settings.
         pipelines: the policies of requests, the server's own first (not yet bound to heads).
         groups: compressed cache groups by vLLM's group number.
+        caches: by names of layers whose blocks are divided, their caches in the parts.
         group_of_layer: the same by vLLM's names of layers.
         heads_from: where measured heads come from, as the status page shows it.
         recent_events: results of the last events, for the status page.
@@ -107,6 +109,7 @@ class WorkerCompression:
         self.has_sinks = False
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
+        self.caches: dict[str, torch.Tensor] = {}
         self.heads_from = "none"
         self.recent_events = RecentEvents()
         self.max_split_sequences: int | None = None
@@ -144,8 +147,12 @@ class WorkerCompression:
         heads: int = config.model_config.get_num_attention_heads(config.parallel_config)
         return heads
 
-    def demands(self, spec: AttentionSpec) -> tuple[tuple[str, PolicyDemand], ...]:
+    def demands(self, spec: AttentionSpec, split: int = 1) -> tuple[tuple[str, PolicyDemand], ...]:
         """Returns what every policy, by name, asks of the rule that plans its events.
+
+        Args:
+            spec: a layer's, with attention kernels' blocks as blocks.
+            split: number of these in a block of vLLM's, of which ceilings and ring buffers are.
 
         Raises:
             ConfigError: a budget in tokens leaves no page per layer and head beside the policy
@@ -153,12 +160,15 @@ class WorkerCompression:
         """
         page_bytes = page_bytes_of(spec)
         shape = PageShape(spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
+        allocated = shape._replace(
+            block_size=shape.block_size * split, page_bytes=page_bytes * split
+        )
         demands = []
         for policy, pipeline in self.pipelines.items():
             if isinstance(self.settings.budget, int):
                 pipeline.check_room(self.settings.budget, shape)
             for ceiling in self.settings.ceilings:
-                pipeline.check_ceiling(ceiling, shape)
+                pipeline.check_ceiling(ceiling, allocated)
             demand = pipeline.demand(shape)
             if self.settings.pressure_mark is not None and demand.window_size:
                 row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
@@ -168,13 +178,14 @@ class WorkerCompression:
                     spec.num_kv_heads,
                     page_bytes // row_bytes,
                 )
-                demand = replace(demand, window_blocks=ring)
+                demand = replace(demand, window_blocks=ceil_div(ring, split))
             demands.append((policy, demand))
         return tuple(demands)
 
     def bind(self, model_runner: Any, kv_cache_config: KVCacheConfig) -> None:
         """Lays page views over the allocated cache."""
         self._model_runner = model_runner
+        self.caches.clear()
         for number, layers, spec in self.compressed_groups(kv_cache_config.kv_cache_groups):
             self.groups[number] = bound = self._bind_group(number, layers, spec)
             self.group_of_layer |= dict.fromkeys((*bound.layer_index, *bound.sharing), bound)
@@ -226,6 +237,7 @@ class WorkerCompression:
             self._profiled_runner = self._model_runner = None
             if self.groups:
                 self.groups.clear()
+                self.caches.clear()
                 self.group_of_layer.clear()
                 gc.collect()
                 torch.accelerator.empty_cache()
@@ -239,7 +251,12 @@ class WorkerCompression:
         self, number: int, layers: list[Any], spec: CompressedAttentionSpec
     ) -> GroupCompression:
         self.has_sinks = self.has_sinks or any(layer.impl.sinks is not None for layer in layers)
-        pool = layers[0].get_attn_backend().page_pool(layers, spec)
+        caches = [layer.kv_cache for layer in layers]
+        if spec.split > 1:
+            caches = [divided(cache, spec.split) for cache in caches]
+        pool = layers[0].get_attn_backend().page_pool(layers, caches, spec.of_kernels)
+        if spec.split > 1:
+            self.caches |= {layer.layer_name: kv for layer, kv in zip(layers, caches, strict=True)}
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {layer.layer_name: i for i, layer in enumerate(layers)}
         scales = [layer.impl.scale for layer in layers]
@@ -248,7 +265,14 @@ class WorkerCompression:
         sharing = {
             layer.layer_name: (shared, window) for layer, shared, window in self._sharing(layers)
         }
-        return GroupCompression(number, runner, index, scales, softcap, readers, steps, sharing)
+        group = GroupCompression(number, runner, index, scales, softcap, readers, steps, sharing)
+        group.split = spec.split
+        self.caches |= {
+            name: self.caches[layers[of].layer_name]
+            for name, (of, _) in sharing.items()
+            if spec.split > 1
+        }
+        return group
 
     def _sharing(self, layers: list[Any]) -> list[tuple[Any, int, int]]:
         """Returns the layers that read the caches of these.
@@ -404,20 +428,22 @@ class WorkerCompression:
             group.transfer(plan)
         self._zero_reused_state_blocks(scheduler_output)
         for group in self.groups.values():
-            written = blocks_to_write(scheduler_output, group.group, group.tables.pool.block_size)
-            group.runner.forget_blocks(written)
+            size = group.tables.pool.block_size * group.split
+            written = blocks_to_write(scheduler_output, group.group, size)
+            group.runner.forget_blocks(kernel_blocks(written, group.split))
+            group.zero_blocks(scheduler_output.new_block_ids_to_zero)
         if self.checks is not None:
             pools = [group.tables.pool for group in self.groups.values()]
             self.checks.begin_step(self._plan, pools)
 
     def _zero_reused_state_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Clears policy state from blocks that tokens are written to in this step."""
-        states = [group.runner.policy_state for group in self.groups.values()]
-        holding = [state for state in states if state.blocks]
+        holding = [group for group in self.groups.values() if group.runner.policy_state.blocks]
         if holding:
             new = new_block_ids(scheduler_output)
-            for state in holding:
-                state.zero_reused_blocks(new)
+            for group in holding:
+                reused = set(kernel_blocks(new, group.split))
+                group.runner.policy_state.zero_reused_blocks(reused)
 
     def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
         """Prepares the step's work of the layer's cache group; None: it has none."""

@@ -40,6 +40,7 @@ from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     dependent_on_compressed,
     is_compressible,
+    part_size,
 )
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
@@ -110,8 +111,13 @@ class CompressedBackend(AttentionBackend):
         return cls.builder_class
 
     @classmethod
-    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+    def page_pool(cls, layers: list[Any], caches: list[Tensor], spec: AttentionSpec) -> PagePool:
         """Lays a page view over the caches of a cache group's layers.
+
+        Args:
+            layers: the layers.
+            caches: [num_blocks, num_kv_heads, block_size, elements of a token] cache of each.
+            spec: their spec, for the blocks of `caches`.
 
         Raises:
             UnsupportedError: the kernels take another block size, or their order of elements in a
@@ -135,9 +141,13 @@ class CompressedBackend(AttentionBackend):
         spec = super().customize_spec(spec)
         if not is_compressible(spec):
             return dependent_on_compressed(spec)
-        compression = CompressedBackend.compression
+        compression, size = CompressedBackend.compression, 0
+        if compression.vllm_config.model_config.is_hybrid and not cls.is_mla():
+            size = part_size(spec.block_size, cls.get_supported_kernel_block_sizes(spec))
+        split = spec.block_size // (size or spec.block_size)
+        of_kernels = spec.copy_with_new_block_size(spec.block_size // split)
         return CompressedAttentionSpec.from_full_attention(
-            spec, compression.settings, compression.demands(spec)
+            spec, compression.settings, compression.demands(of_kernels, split), size
         )
 
 
@@ -151,9 +161,13 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
 
     supports_update_block_table = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
+        self._num_parts = 1
+        if isinstance(kv_cache_spec, CompressedAttentionSpec):
+            self._num_parts, kv_cache_spec = kv_cache_spec.split, kv_cache_spec.of_kernels
+        super().__init__(kv_cache_spec, *args, **kwargs)
         self._counting: Tensor | None = None
+        self._kernel_table: Tensor | None = None
 
     @classmethod
     def get_cudagraph_support(
@@ -193,6 +207,7 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
     ) -> Any:
         """Builds vLLM's metadata, with ours on it if the step has work for compression."""
         compression = CompressedBackend.compression
+        common_attn_metadata = self._in_kernel_blocks(common_attn_metadata)
         work = compression.prepare(self.layer_names[0], common_attn_metadata)
         if work is not None and work.decodes:  # no schedule: vLLM's kernels do not run
             metadata = super().build(0, common_attn_metadata, fast_build=True)
@@ -204,6 +219,24 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
             compressed = self._build_compressed(work, metadata, common_attn_metadata)
             setattr(metadata, _ATTRIBUTE, compressed)
         return metadata
+
+    def _in_kernel_blocks(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Returns metadata whose block table has the parts of blocks, where these are divided.
+
+        Slots of tokens are the same. The table stays where it is, since CUDA graphs may read it.
+        """
+        if self._num_parts == 1:
+            return common
+        blocks = common.block_table_tensor
+        (rows, columns), split = blocks.shape, self._num_parts
+        table = self._kernel_table
+        if table is None or len(table) < rows or table.shape[1] != columns * split:
+            num_rows = rows if table is None else max(rows, 2 * len(table))
+            table = self._kernel_table = blocks.new_empty((num_rows, columns * split))
+        parts = torch.arange(split, dtype=blocks.dtype, device=blocks.device)
+        into = table[:rows]
+        torch.add(parts, blocks[:, :, None], alpha=split, out=into.view(rows, columns, split))
+        return replace(common, block_table_tensor=into)
 
     def build_draft(self, common: CommonAttentionMetadata, reads: list[SparseRead]) -> Any:
         """Builds vLLM's metadata of a draft step, whose requests all read a part."""
@@ -361,6 +394,7 @@ class CompressedImpl(AttentionImpl[Any]):
         **kwargs: Any,
     ) -> Tensor:
         """Computes a layer's attention, then the layer's part of every compression event."""
+        kv_cache = self.cache_of(layer, kv_cache)
         compressed: CompressedMetadata | None = getattr(attn_metadata, _ATTRIBUTE, None)
         if compressed is None or not (compressed.work.compressed or compressed.work.decodes):
             super().forward(
@@ -389,6 +423,11 @@ class CompressedImpl(AttentionImpl[Any]):
                 )
         group.finish_layer(work, index, attn_metadata, rows, out_rows, window)
         return output
+
+    @staticmethod
+    def cache_of(layer: Any, kv_cache: Tensor) -> Tensor:
+        """Returns a layer's cache, in the parts of blocks where these are divided."""
+        return CompressedBackend.compression.caches.get(layer.layer_name, kv_cache)
 
     def attend_per_head(
         self,

@@ -29,6 +29,13 @@ class CompressedCPUImpl(CompressedImpl, cpu_attn.CPUAttentionBackendImpl):
 
     per_head_class = cpu_attn.CPUAttentionBackendImpl
 
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes new tokens to the cache, whose blocks may be divided."""
+        cache = self.cache_of(layer, kv_cache)
+        super().do_kv_cache_update(layer, key, value, cache, *args, **kwargs)
+
 
 class CompressedCPUBuilder(CompressedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
     """Builds metadata with the schedules that vLLM's CPU kernels need."""
@@ -83,10 +90,10 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
     impl_class, builder_class = CompressedCPUImpl, CompressedCPUBuilder
 
     @classmethod
-    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+    def page_pool(cls, layers: list[Any], caches: list[Tensor], spec: AttentionSpec) -> PagePool:
         """Lays pages over the caches, in the order that a probe finds inside them."""
         config = cls.compression.vllm_config
-        pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
+        pages, pages_per_block, offsets = flat_pages(caches)
         return PackedPagePool(
             pages=pages,
             pages_per_block=pages_per_block,

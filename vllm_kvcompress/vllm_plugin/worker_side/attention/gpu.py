@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -38,9 +39,8 @@ class CompressedGPUBackend(CompressedBackend):
         return 0
 
     @classmethod
-    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+    def page_pool(cls, layers: list[Any], caches: list[Tensor], spec: AttentionSpec) -> PagePool:
         """Lays pages over the caches; each holds rows of a key and its value."""
-        caches = [layer.kv_cache for layer in layers]
         if caches[0].shape[2] != spec.block_size:
             raise UnsupportedError(
                 f"expected a KV cache with blocks of {caches[0].shape[2]} tokens, which this "
@@ -48,7 +48,7 @@ class CompressedGPUBackend(CompressedBackend):
                 f"{caches[0].shape[2]}."
             )
         quantization = quantization_of(layers, cls.compression.vllm_config)
-        check_rows(layers[0], spec, quantization)
+        check_rows(layers[0], caches[0], spec, quantization)
         pages, pages_per_block, offsets = flat_pages(caches)
         pool = InterleavedPagePool(
             pages=pages,
@@ -64,7 +64,9 @@ class CompressedGPUBackend(CompressedBackend):
         return pool
 
 
-def check_rows(layer: Any, spec: AttentionSpec, quantization: Quantization | None) -> None:
+def check_rows(
+    layer: Any, cache: Tensor, spec: AttentionSpec, quantization: Quantization | None
+) -> None:
     """Refuses kernels that store anything but rows of [key, value] in a page.
 
     A probe goes through the backend's own cache-write op into a page of its own. With a scale per
@@ -74,7 +76,7 @@ def check_rows(layer: Any, spec: AttentionSpec, quantization: Quantization | Non
         UnsupportedError: the kernels use another order.
     """
     size, head_size = spec.block_size, spec.head_size
-    device, shape = layer.kv_cache.device, (size, spec.num_kv_heads, 2, head_size)
+    device, shape = cache.device, (size, spec.num_kv_heads, 2, head_size)
     if isinstance(quantization, LayerScaled):
         rows = random_codes(*shape).to(device)
         read = torch.stack([quantization.dequantize(rows[:, :, i], 0, i) for i in (0, 1)], dim=2)
@@ -82,7 +84,7 @@ def check_rows(layer: Any, spec: AttentionSpec, quantization: Quantization | Non
         dtype = spec.dtype if quantization is None else quantization.dtype
         rows = read = torch.randn(shape, device=device).to(dtype)
     slots = torch.arange(size, device=device)
-    page = torch.zeros_like(layer.kv_cache[:1])
+    page = torch.zeros_like(cache[:1])
     keys, values = (each.contiguous() for each in read.unbind(dim=2))
     layer.impl.do_kv_cache_update(layer, keys, values, page, slots)
     found = page[0].transpose(0, 1).unflatten(2, (2, -1))

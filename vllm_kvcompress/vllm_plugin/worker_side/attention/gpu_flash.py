@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends import flash_attn
 
@@ -24,6 +25,13 @@ class CompressedFlashImpl(CompressedImpl, flash_attn.FlashAttentionImpl):
     """FlashAttention, vLLM's default on most NVIDIA GPUs, per head for compressed requests."""
 
     per_head_class = flash_attn.FlashAttentionImpl
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes new tokens to the cache, whose blocks may be divided."""
+        cache = self.cache_of(layer, kv_cache)
+        super().do_kv_cache_update(layer, key, value, cache, *args, **kwargs)
 
 
 class CompressedFlashBuilder(CompressedBuilder, flash_attn.FlashAttentionMetadataBuilder):

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends import triton_attn
 
@@ -17,6 +18,13 @@ class CompressedTritonImpl(CompressedImpl, triton_attn.TritonAttentionImpl):
     """Triton attention, at any head size and type, per head for compressed requests."""
 
     per_head_class = triton_attn.TritonAttentionImpl
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes new tokens to the cache, whose blocks may be divided."""
+        cache = self.cache_of(layer, kv_cache)
+        super().do_kv_cache_update(layer, key, value, cache, *args, **kwargs)
 
 
 class CompressedTritonBuilder(CompressedBuilder, triton_attn.TritonAttentionMetadataBuilder):

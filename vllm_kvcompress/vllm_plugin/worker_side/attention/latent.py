@@ -71,11 +71,11 @@ class CompressedLatentBackend(CompressedBackend):
     """An MLA backend of vLLM with a block-major cache."""
 
     @classmethod
-    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+    def page_pool(cls, layers: list[Any], caches: list[Tensor], spec: AttentionSpec) -> PagePool:
         """Lays pages over the caches; each layer's implementation gets to know its layer."""
         for layer in layers:
             layer.impl.layer = layer
-        pages, pages_per_block, offsets = flat_pages([layer.kv_cache[:, None] for layer in layers])
+        pages, pages_per_block, offsets = flat_pages([cache[:, None] for cache in caches])
         return LatentPagePool(
             pages=pages,
             pages_per_block=pages_per_block,
