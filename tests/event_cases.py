@@ -111,6 +111,7 @@ class Request:
     _first_block: int = 0
     _kept_blocks: int = 0
     _free_blocks: list[int] = field(init=False)
+    _block_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         device, dtype = self.pool.device, self.pool.dtype
@@ -123,7 +124,7 @@ class Request:
         )
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
         held = -(-self.positions[-1] // BLOCK_SIZE)
-        self._free_blocks = order[held:]
+        self._block_ids, self._free_blocks = order[:held], order[held:]
         self.block_row = upload(np.array(order[:held], dtype=np.int32), device)
         self._write_tokens(order[:held])
 
@@ -166,7 +167,7 @@ class Request:
             window_size=min(self.pipeline.needs.window_size, position),
             first_block=self._first_block,
             end_block=end_block,
-            beside_tail=tuple(self.block_row[end_block - beside : end_block].tolist()),
+            beside_tail=tuple(self._block_ids[end_block - beside : end_block]),
             resident_blocks=self._kept_blocks,
             fresh_block_ids=tuple(fresh),
             protected=self.protected,

@@ -160,9 +160,8 @@ class WorkerCompression:
         """
         page_bytes = page_bytes_of(spec)
         shape = PageShape(spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
-        allocated = shape._replace(
-            block_size=shape.block_size * split, page_bytes=page_bytes * split
-        )
+        sizes = spec.block_size * split, page_bytes * split
+        allocated = PageShape(spec.num_kv_heads, spec.head_size, *sizes)
         demands = []
         for policy, pipeline in self.pipelines.items():
             if isinstance(self.settings.budget, int):
