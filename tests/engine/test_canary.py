@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,7 +13,19 @@ from tests.tiny_models import prompt
 CHECKED = {"KVCOMPRESS_CHECK": "1"}
 SETTINGS = {"policy": "snapkv", "budget": 0.25}
 SHADOW = "kvcompress-shadow"
+COMPILES = "tests.engine.test_canary:note_compiles"
 LATER = [request("later", prompt(40, 8), 2)]  # what a step counts at its end, the next one reports
+
+
+def note_compiles(report: dict[str, Any]) -> None:
+    """Has torch compile, as in a server, and notes how many requests had come by then."""
+    import torch._dynamo
+    from torch._dynamo.callback import on_compile_start
+
+    os.environ.pop("TORCH_COMPILE_DISABLE")
+    torch._dynamo.config.disable = False
+    report["compiled_behind"] = []
+    on_compile_start(lambda *_: report["compiled_behind"].append(len(report["prompts"])))
 
 
 def best(logprobs: dict[str, float]) -> str:
@@ -98,6 +111,18 @@ def test_nothing_waits_for_a_shadow(llama: str, run_engine: Run) -> None:
     assert steps(with_shadow, SHADOW)[0] < steps(with_shadow, "late")[0]
     assert SHADOW not in with_shadow["held"][steps(with_shadow, "late")[0]]
     assert with_shadow["shadow_outcomes"] == {"scored": 2}
+
+
+def test_no_step_compiles_log_probabilities(llama: str, run_engine: Run) -> None:
+    """vLLM compiles their ranks for the first request that has some, for seconds to half a minute.
+
+    Requests that have none, compressed or not, need nothing compiled.
+    """
+    phases = [[request("sampled", prompt(640, 1), 5, logprobs=None)], LATER]
+    settings = {**SETTINGS, "shadow": 1.0}
+    report = run_engine(llama, phases, settings=settings, probes=[COMPILES])
+    assert report["shadow_outcomes"] == {"scored": 1}
+    assert set(report["compiled_behind"]) == {0}
 
 
 def test_an_answer_without_room_is_dropped(llama: str, run_engine: Run) -> None:

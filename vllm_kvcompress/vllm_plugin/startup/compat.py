@@ -656,10 +656,13 @@ def _first_blocks(model_runner: Any, num_tokens: int) -> tuple[list[int], ...]:
     return tuple(blocks)
 
 
-def read_prompt(worker: Any, request_id: str, tokens: list[int]) -> None:
+def read_prompt(
+    worker: Any, request_id: str, tokens: list[int], num_logprobs: int | None = None
+) -> None:
     """Has a worker read a prompt in one step, without a scheduler, before any request is served.
 
-    This is how vLLM warms up its own kernels.
+    This is how vLLM warms up its own kernels. With `num_logprobs` log-probabilities of the prompt
+    and of the token behind it are computed, too.
     """
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -669,7 +672,9 @@ def read_prompt(worker: Any, request_id: str, tokens: list[int]) -> None:
         req_id=request_id,
         prompt_token_ids=tokens,
         mm_features=[],
-        sampling_params=SamplingParams(max_tokens=1, temperature=0),
+        sampling_params=SamplingParams(
+            max_tokens=1, temperature=0, logprobs=num_logprobs, prompt_logprobs=num_logprobs
+        ),
         pooling_params=None,
         block_ids=_first_blocks(worker.model_runner, len(tokens)),
         num_computed_tokens=0,

@@ -75,9 +75,15 @@ class CompressionWorker(CompressingWorker, Worker):
                 self.compression.drafter = Drafter.of(self.compression, self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compiles what vLLM does, then provides the measured heads that policies lack."""
+        """Compiles what vLLM does, then provides the measured heads that policies lack.
+
+        vLLM compiles the ranks of log-probabilities when the first request asks for some. Where a
+        canary will, they are compiled here, or all requests beside its first one would wait.
+        """
         times = super().compile_or_warm_up_model()
         provide_heads(self)
+        if self.compression is not None and self.compression.settings.shadow:
+            compat.read_prompt(self, "kvcompress-warm-up", [0, 0], num_logprobs=1)
         return times
 
     @compat.checks_gpu_syncs
