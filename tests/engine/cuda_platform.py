@@ -1,6 +1,6 @@
 """Prints, as JSON, what is refused and registered where vLLM's platform is CUDA.
 
-    python -m tests.engine.cuda_platform MODEL
+    python -m tests.engine.cuda_platform MODEL MLA_MODEL
 
 A process of its own: vLLM and much that it imports remember which platform they found.
 """
@@ -20,6 +20,7 @@ import torch
 import vllm
 from vllm import EngineArgs, platforms
 from vllm.config import AttentionConfig, set_current_vllm_config
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.engine.test_refusals import SETTINGS, engine_config
@@ -87,6 +88,7 @@ def main() -> None:
     own = {how: takes_own(sys.argv[1], *given) for how, given in KERNELS.items()}
     results = {"options": options, "parents": parents, "said": said}
     results |= {"graphs": graphs, "own_kernels": own, "piecewise": piecewise_graphs(sys.argv[1])}
+    results["latents"] = latents(sys.argv[2])
     print(json.dumps({**results, "blackwell": on_blackwell(sys.argv[1])}))
 
 
@@ -144,6 +146,20 @@ def piecewise_graphs(model: str) -> dict[str, list[str]]:
         )
         for attention in ("auto", "own")
     }
+
+
+def latents(model: str) -> dict[str, Any]:
+    """What is chosen for a model with MLA, which vLLM's CUDA platform has to agree to."""
+    settings = Settings(policy="snapkv", budget=0.25)
+    options = {"dtype": "bfloat16", "skip_tokenizer_init": True}
+    config, CompressedBackend.compression = compression(model, settings, **options)
+    flash_mla = registered(config, AttentionConfig(backend=AttentionBackendEnum.FLASHMLA))
+    kernels = {wanted: kernels_for(config, wanted) for wanted in ("auto", "triton")}
+    registered(config, ATTENTION["CUSTOM"], kernels["auto"])
+    layer = AttentionSelectorConfig(576, torch.bfloat16, "auto", 16, use_mla=True)
+    path = platforms.current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, layer)
+    mode = cuda_graphs(model, settings, kernels["auto"], **options)
+    return {"FLASHMLA": flash_mla, "kernels": kernels, "path": path, "graphs": mode}
 
 
 def on_blackwell(model: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.engine.test_refusals import SETTINGS, engine_config
+from tests.engine.test_refusals import MLA, SETTINGS, engine_config
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
@@ -22,9 +22,11 @@ from vllm_kvcompress.vllm_plugin.worker_side import memory
 
 
 @pytest.fixture(scope="module")
-def on_cuda(llama: str) -> dict[str, Any]:
-    """Output of cuda_platform.py for this model."""
-    command = [sys.executable, "-m", "tests.engine.cuda_platform", llama]
+def on_cuda(llama: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Output of cuda_platform.py for this model, and one with MLA."""
+    latents = tmp_path_factory.mktemp("latents")
+    (latents / "config.json").write_text(json.dumps(MLA))
+    command = [sys.executable, "-m", "tests.engine.cuda_platform", llama, str(latents)]
     root = Path(__file__).parents[2]
     output = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
     assert output.returncode == 0, output.stderr[-3000:]
@@ -82,6 +84,15 @@ def test_auto_takes_flash_attention_4_on_blackwell(on_cuda: dict[str, Any]) -> N
         "128": ["flash", 4, 16],
         "256": ["flash", 4, 128],
     }
+
+
+def test_models_with_mla_take_vllms_triton_mla(on_cuda: dict[str, Any]) -> None:
+    """Which vLLM's CUDA platform takes for these layers; steps are captured without attention."""
+    found = on_cuda["latents"]
+    assert set(found["kernels"].values()) == {"triton-mla"}
+    assert found["path"].endswith("latent_gpu.CompressedTritonLatentBackend")
+    assert found["graphs"][1] == "PIECEWISE"
+    assert "told to take FLASHMLA; add --attention-backend CUSTOM" in found["FLASHMLA"]
 
 
 @pytest.mark.parametrize("named", ["none", "FLASHINFER", "CUSTOM, FLASH_ATTN"])

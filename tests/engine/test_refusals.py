@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests import tiny_models
@@ -35,6 +36,7 @@ from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
 )
 from vllm_kvcompress.vllm_plugin.startup.quantized import reasons_against
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.worker_side.attention.latent_gpu import check_strides
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
 MLA = {
@@ -402,6 +404,26 @@ def test_fp8_scales_per_head_are_refused() -> None:
         cache_scales([layer])
 
 
+def test_linear_attention_beside_mla_is_refused_on_gpus() -> None:
+    model = SimpleNamespace(
+        use_mla=True,
+        is_hybrid=True,
+        architecture="KimiLinearForCausalLM",
+        hf_text_config=SimpleNamespace(),
+    )
+    config: Any = SimpleNamespace(
+        model_config=model,
+        device_config=SimpleNamespace(device_type="cuda"),
+        attention_config=SimpleNamespace(backend=AttentionBackendEnum.CPU_MLA),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+    )
+    (reason,) = reasons_against_latents(
+        config, Settings.from_dict({**SETTINGS, "policy": "snapkv"})
+    )
+    assert re.search("beside Mamba or linear-attention.*without --kv-policy", reason)
+
+
 def test_latent_layers_that_the_configuration_does_not_tell_of_are_refused() -> None:
     layers = [SimpleNamespace(layer_name="layers.0.attn", kv_lora_rank=512)]
     model: Any = SimpleNamespace(use_mla=False, architecture="SarvamMLAForCausalLM")
@@ -410,6 +432,23 @@ def test_latent_layers_that_the_configuration_does_not_tell_of_are_refused() -> 
     ):
         check_latents(layers, model)
     check_latents([SimpleNamespace(layer_name="layers.0.attn")], model)
+
+
+def test_mla_kernels_that_take_blocks_to_lie_side_by_side_are_refused() -> None:
+    """As vLLM's did before it knew caches with other layers between a layer's blocks."""
+
+    def reads(strided: bool) -> Any:
+        def forward_mqa(query: Any, cache: Any, metadata: Any, _: Any) -> Any:
+            rows = cache if strided else cache.as_strided(cache.shape, (16 * 576, 576, 1))
+            row = rows[metadata.decode.block_table[0, 0], 0, :512]
+            return row.expand(1, query.shape[1], 512), None
+
+        return SimpleNamespace(impl=SimpleNamespace(num_heads=4, forward_mqa=forward_mqa))
+
+    cache = torch.zeros(1, 16, 576)
+    check_strides(reads(strided=True), cache)
+    with pytest.raises(UnsupportedError, match=r"at any stride.*use vLLM 0.32, or serve without"):
+        check_strides(reads(strided=False), cache)
 
 
 @pytest.mark.parametrize("settings", [None, {"policy": "none", "budget": 0.5}])
@@ -604,8 +643,10 @@ def test_dual_batch_overlap_is_refused(llama: str) -> None:
         ({"policy": "snapkv+obcache"}, {}, "weighs values of heads as they are cached"),
         ({"read": "quest:0.25"}, {}, "latent rows are not; remove --kv-read"),
         ({}, {"model_config.hf_text_config.index_topk": 8}, "its indexer.*so serve it without"),
-        ({}, {"device_config.device_type": "cuda"}, "CPUs alone.*serve this model without"),
-        ({}, {"cache_config.cache_dtype": "fp8"}, "does not read on CPUs; use .* auto"),
+        ({}, {"device_config.device_type": "cuda"}, None),
+        ({"attention": "own"}, {"device_config.device_type": "cuda"}, "remove --kv-attention own"),
+        ({"attention": "flash"}, {"device_config.device_type": "cuda"}, "FlashAttention's.*remove"),
+        ({}, {"cache_config.cache_dtype": "fp8"}, "the model's type alone.*use .* auto"),
         ({}, {"attention_config.backend": None}, "has AMX.*--attention-backend CPU_MLA"),
     ],
 )

@@ -188,3 +188,38 @@ def takes_types_for_gpus(report: dict[str, Any]) -> None:
     from vllm_kvcompress.vllm_plugin.startup import compat
 
     compat.reason_against_cpu_cache = lambda *_: None
+
+
+def latents(report: dict[str, Any]) -> None:
+    """Reports what Triton would compile vLLM's MLA decode for, over pages, on a GPU of 132 SMs.
+
+    Before requests are served, and while they are.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.mla import triton_mla
+    from vllm.v1.worker import gpu_worker
+
+    report["compiled"] = {"before": [], "while": []}
+    attend, serve, when = (
+        triton_mla.decode_attention_fwd,
+        gpu_worker.enable_gpu_sync_check,
+        "before",
+    )
+    type(current_platform).num_compute_units = staticmethod(lambda *_: 132)
+
+    def noting(q: Any, k_buffer: Any, *given: Any, **options: Any) -> None:
+        _, out, _, table, lengths, _, num_splits, *_ = given
+        if k_buffer.is_contiguous():  # those of one layer are not
+            numbers = [*(tensor.data_ptr() for tensor in (q, out, table, lengths))]
+            numbers += [table.stride(0), q.stride(0), q.stride(1)]
+            kind = [num_splits, *(number % 16 == 0 for number in numbers)]
+            if kind not in report["compiled"][when]:
+                report["compiled"][when].append(kind)
+        attend(q, k_buffer, *given, **options)
+
+    def serving() -> None:
+        nonlocal when
+        when = "while"
+        serve()
+
+    triton_mla.decode_attention_fwd, gpu_worker.enable_gpu_sync_check = noting, serving

@@ -25,7 +25,9 @@ from vllm.v1.worker.gpu import structured_outputs
 from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+from tests.gpu_path.torch_kernels import replace_latent_operators
 from tests.live_bytes import LiveBytes
+from vllm_kvcompress.vllm_plugin.startup import compat
 
 MIB = 2**20
 FREE_BYTES, REQUESTED_BYTES, CONSUMED_BYTES = 2048 * MIB, 1280 * MIB, 1024 * MIB
@@ -68,6 +70,8 @@ def replace_device(stock_backend: str) -> None:
     torch.accelerator.max_memory_allocated = lambda: _memory.peak
     torch.accelerator.empty_cache = _end_of_measurement
 
+    _serve_latents_as_on_gpus()
+
     def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:
         return stock_backend if selected is None else selected.get_path()
 
@@ -82,6 +86,24 @@ def replace_device(stock_backend: str) -> None:
             return start(*args)
 
     CompressionGPUWorker.use_compressed_backend = made_for_cuda
+
+
+def _serve_latents_as_on_gpus() -> None:
+    """vLLM's CPU platform sets a block size for MLA, and switches off what needs its contexts."""
+    replace_latent_operators()
+    compat.takes_amx_mla = lambda *_: False
+    update = type(current_platform).check_and_update_config
+
+    def updating(config: Any) -> None:
+        scheduler, cache = config.scheduler_config, config.cache_config
+        tokens, size = scheduler.max_num_batched_tokens, cache.block_size
+        caching, chunks = cache.enable_prefix_caching, scheduler.enable_chunked_prefill
+        update(config)
+        if config.model_config is not None and config.model_config.use_mla:
+            scheduler.max_num_batched_tokens, cache.block_size = tokens, size
+            cache.enable_prefix_caching, scheduler.enable_chunked_prefill = caching, chunks
+
+    type(current_platform).check_and_update_config = staticmethod(updating)
 
 
 def _count_nans(logits: torch.Tensor) -> torch.Tensor:

@@ -136,10 +136,88 @@ def write_with_scales(
         scales[place] = scale
 
 
-def replace_triton_kernels() -> None:
-    """In vLLM's Triton backend."""
-    from vllm.v1.attention.backends import triton_attn
+def latent_attention(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    req_to_token: Tensor,
+    b_seq_len: Tensor,
+    attn_logits: Tensor,
+    num_kv_splits: int,
+    sm_scale: float,
+    page_size: int,
+    **options: Any,
+) -> None:
+    """Attention of one absorbed query of every sequence, over its latent rows.
 
+    Args:
+        q: [S, query heads, row size].
+        k_buffer: [blocks, block size, 1, row size], of any strides.
+        v_buffer: the same rows' first elements.
+        o: [S, query heads, elements of a latent vector] to write to.
+        lse: [S, query heads]; nobody reads it.
+        req_to_token: [S, any] block ids.
+        b_seq_len: [S] lengths; sequences of 0 are padding.
+        attn_logits: [S, query heads, splits, any] memory of the splits.
+        num_kv_splits: the splits.
+        sm_scale, page_size: as they say.
+        options: what does not change a plain softmax here.
+    """
+    assert options.pop("is_mla") is True
+    assert set(options) <= {"k_scale", "v_scale"}
+    assert len(q) == len(req_to_token) == len(b_seq_len) == len(attn_logits)
+    assert attn_logits.shape[2] == num_kv_splits
+    assert k_buffer.shape[1] == page_size
+    for s, length in enumerate(b_seq_len.tolist()):
+        blocks = req_to_token[s, : math.ceil(length / page_size)].long()
+        rows, values = (
+            cache[blocks].flatten(0, 2)[:length].float() for cache in (k_buffer, v_buffer)
+        )
+        weights = (q[s].float() @ rows.T * sm_scale).softmax(-1)
+        o[s] = (weights @ values).to(o.dtype)
+
+
+def write_latents(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+) -> None:
+    """Writes [tokens, any] latent vectors and rotated keys to slots of [blocks, size, row size]."""
+    slots = slot_mapping[slot_mapping >= 0]
+    rows = torch.cat((kv_c, k_pe), dim=-1)[: slot_mapping.numel()][slot_mapping >= 0]
+    kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = rows.to(kv_cache.dtype)
+
+
+def gather_latents(
+    *, src_cache: Tensor, dst: Tensor, block_table: Tensor, starts: Tensor, cu_seq_lens: Tensor
+) -> None:
+    """Copies rows of the requests' contexts, from a cache of any strides as GPUs' operator does."""
+    size, ends = src_cache.shape[1], cu_seq_lens.tolist()
+    for row, first in enumerate(starts.tolist()):
+        places = torch.arange(first, first + ends[row + 1] - ends[row])
+        blocks = block_table[row, places // size].long()
+        dst[ends[row] : ends[row + 1]] = src_cache[blocks, places % size]
+
+
+def replace_latent_operators() -> None:
+    """What vLLM's MLA calls beside Triton kernels, of which CPUs have none or a narrower one."""
+    from vllm import _custom_ops
+
+    _custom_ops.concat_and_cache_mla = write_latents
+    _custom_ops.gather_mla_context_cache_cpu = gather_latents
+
+
+def replace_triton_kernels() -> None:
+    """In vLLM's Triton backends."""
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.mla import triton_mla
+
+    triton_mla.decode_attention_fwd = latent_attention
     triton_attn.unified_attention = paged_attention
     triton_attn.triton_reshape_and_cache_flash = write_cache
     triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = write_with_scales

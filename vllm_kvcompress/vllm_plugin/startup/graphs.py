@@ -28,6 +28,8 @@ def _reason_against_own(vllm_config: VllmConfig, settings: Settings) -> str | No
     """Returns why `auto` picks vLLM's kernels; with `own` most of these are refused at start-up."""
     if not vllm_config.compilation_config.cudagraph_mode.decode_mode().has_full_cudagraphs():
         return "vLLM was told to capture no whole decode steps"
+    if vllm_config.model_config.use_mla:
+        return "this package's kernels do not read latent rows"
     if settings.read is not None:
         return "with --kv-read every step chooses other pages"
     if is_quantized(vllm_config):

@@ -33,10 +33,7 @@ def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
         )
     name = f"{config.model_config.architecture} has MLA layers"
     if config.device_config.device_type != "cpu":
-        yield (
-            f"{name}, which are compressed on CPUs alone: this package extends none of vLLM's MLA "
-            "backends for GPUs; serve this model without --kv-policy."
-        )
+        yield from _reasons_of_gpus(config, settings, name)
     if compat.takes_amx_mla(config):
         yield (
             f"{name}, and this CPU has AMX, whose MLA kernels this package does not extend; add "
@@ -44,19 +41,34 @@ def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
         )
     if str(config.cache_config.cache_dtype) not in PLAIN_TYPES:
         yield (
-            f"{name}, whose caches in {config.cache_config.cache_dtype} vLLM does not read on "
-            "CPUs; use --kv-cache-dtype auto."
+            f"{name}, whose rows are compressed in the model's type alone, and not in "
+            f"{config.cache_config.cache_dtype}; use --kv-cache-dtype auto."
         )
     if config.speculative_config is not None:
         option = "--speculative-config" if settings.draft is None else "--kv-draft"
         yield (
-            f"{name}, whose decode kernel on CPUs takes one new token per request and step, so it "
-            f"cannot verify drafts; remove {option}."
+            f"{name}, where compressed requests take one new token per step, so that no drafts can "
+            f"be verified; remove {option}."
         )
     if settings.read is not None:
         yield (
             f"{name}, and --kv-read chooses pages by the keys of heads, which latent rows are not; "
             "remove --kv-read."
+        )
+
+
+def _reasons_of_gpus(config: VllmConfig, settings: Settings, name: str) -> Iterator[str]:
+    """Yields a refusal for everything of a GPU's engine that does not work."""
+    if settings.attention in ("own", "flash"):
+        kernels = {"own": "This package's kernels", "flash": "FlashAttention's kernels"}
+        yield (
+            f"{name}. {kernels[settings.attention]} do not read latent rows; remove --kv-attention "
+            f"{settings.attention}."
+        )
+    if config.model_config.is_hybrid:
+        yield (
+            f"{name} beside Mamba or linear-attention layers, whose blocks were not divided for "
+            "MLA; serve this model without --kv-policy."
         )
 
 

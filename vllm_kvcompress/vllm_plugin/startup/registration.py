@@ -14,6 +14,7 @@ _CPU_LATENT = f"{_PACKAGE}.latent_cpu.CompressedCPULatentBackend"
 _GPU = {
     "flash": f"{_PACKAGE}.gpu_flash.CompressedFlashBackend",
     "triton": f"{_PACKAGE}.gpu_triton.CompressedTritonBackend",
+    "triton-mla": f"{_PACKAGE}.latent_gpu.CompressedTritonLatentBackend",
 }
 
 
@@ -28,7 +29,7 @@ def use_cpu_backend() -> None:
 
 
 def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
-    """In this worker process, CUSTOM is our backend with `flash` or `triton` kernels; repeatable.
+    """In this worker process, CUSTOM is our backend with these kernels of vLLM's; repeatable.
 
     Raises:
         UnsupportedError: another kind of GPU; or the configuration names another backend, or none.
@@ -65,8 +66,10 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
     """The kernels that vLLM would take for this model, of those that take our pages.
 
     Unless flash or triton is wanted: FlashAttention where it can be, else Triton, which takes every
-    model.
+    model. Of those for MLA it is Triton's.
     """
+    if vllm_config.model_config.use_mla:
+        return "triton-mla"
     if wanted in _GPU:
         return wanted
     if is_quantized(vllm_config):  # FlashAttention takes queries in fp8 alone, or no such cache

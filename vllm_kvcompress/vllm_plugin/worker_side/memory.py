@@ -15,12 +15,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_kvcompress.attention.reading import summary_kind
 from vllm_kvcompress.cache.page_summaries import SummaryKind
-from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, page_bytes_of
 from vllm_kvcompress.vllm_plugin.startup import compat
-from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype, quantization_of
+from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 # Page tables hold 4 bytes for a page of some thousand; rows are as wide as the longest head's, and
@@ -96,20 +95,10 @@ def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], s
 def _run_longest(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> None:
     layers = compat.attention_layers(compression.vllm_config, names)
     device, spec = next(model.parameters()).device, spec.of_kernels
-    pool = InterleavedPagePool(
-        pages=torch.zeros(
-            spec.num_kv_heads,
-            page_bytes_of(spec) // spec.dtype.itemsize,
-            dtype=spec.dtype,
-            device=device,
-        ),
-        pages_per_block=spec.num_kv_heads,
-        layer_offsets=torch.zeros(len(layers), dtype=torch.int64, device=device),
-        num_heads=spec.num_kv_heads,
-        block_size=spec.block_size,
-        head_size=spec.head_size,
-        quantization=quantization_of(layers, compression.vllm_config),
-    )
+    page_size = page_bytes_of(spec) // spec.dtype.itemsize
+    pages = torch.zeros(spec.num_kv_heads, page_size, dtype=spec.dtype, device=device)
+    backend, offsets = layers[0].get_attn_backend(), [0] * len(layers)
+    pool = backend.pool_over(layers, spec, pages, spec.num_kv_heads, offsets)
     runner = compression.make_runner(layers, pool, model)
     num_tokens = compression.vllm_config.model_config.max_model_len
     runs = DummyRuns(runner, compression.num_query_heads, block=0)

@@ -126,6 +126,25 @@ class CompressedBackend(AttentionBackend):
         raise NotImplementedError
 
     @classmethod
+    def pool_over(
+        cls,
+        layers: list[Any],
+        spec: AttentionSpec,
+        pages: Tensor,
+        pages_per_block: int,
+        layer_offsets: list[int],
+    ) -> PagePool:
+        """Makes the `PagePool` of some layers, in the order of elements that their kernels have.
+
+        Args:
+            layers, spec: as in `page_pool`.
+            pages: [num_pages, elements of a page].
+            pages_per_block: as in `PagePool`.
+            layer_offsets: first page of each layer inside a block.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Asks for block-major only: any layer and head must reach its page from any block."""
         return (KVCacheLayout.BLHNC,)

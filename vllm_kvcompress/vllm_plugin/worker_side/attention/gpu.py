@@ -50,18 +50,30 @@ class CompressedGPUBackend(CompressedBackend):
         quantization = quantization_of(layers, cls.compression.vllm_config)
         check_rows(layers[0], caches[0], spec, quantization)
         pages, pages_per_block, offsets = flat_pages(caches)
-        pool = InterleavedPagePool(
-            pages=pages,
-            pages_per_block=pages_per_block,
-            layer_offsets=upload(offsets, pages.device),
-            num_heads=spec.num_kv_heads,
-            block_size=spec.block_size,
-            head_size=spec.head_size,
-            quantization=quantization,
-        )
+        pool = cls.pool_over(layers, spec, pages, pages_per_block, offsets)
         if isinstance(quantization, TokenScaled):
             compat.view_scales(layers, pool.cache_of_one_head)
         return pool
+
+    @classmethod
+    def pool_over(
+        cls,
+        layers: list[Any],
+        spec: AttentionSpec,
+        pages: Tensor,
+        pages_per_block: int,
+        layer_offsets: list[int],
+    ) -> PagePool:
+        """Makes a pool of pages whose rows are a key and its value."""
+        return InterleavedPagePool(
+            pages=pages,
+            pages_per_block=pages_per_block,
+            layer_offsets=upload(layer_offsets, pages.device),
+            num_heads=spec.num_kv_heads,
+            block_size=spec.block_size,
+            head_size=spec.head_size,
+            quantization=quantization_of(layers, cls.compression.vllm_config),
+        )
 
 
 def check_rows(

@@ -14,6 +14,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvcompress.attention.batch import CompressedRows, HostNumbers, ResidentBatch
+from vllm_kvcompress.cache.pages import LatentPagePool
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
@@ -30,6 +31,10 @@ def warm_up_heads(compression: WorkerCompression, model_runner: Any) -> None:
     for number, group in compression.groups.items():
         layers = compat.attention_layers(compression.vllm_config, list(group.layer_index))
         builder = compat.metadata_builder(model_runner, number, layers[0].layer_name)
+        if isinstance(group.tables.pool, LatentPagePool):
+            longest = compression.vllm_config.model_config.max_model_len
+            _attend_latents(group, builder, layers, longest)
+            continue
         for num_requests in {1, ALIGNMENT // gcd(ALIGNMENT, group.tables.pool.num_heads)}:
             for num_queries in (1, 2):
                 _attend(group, builder, layers, num_requests, num_queries)
@@ -50,6 +55,22 @@ def _attend(
     rows = pool.pages.new_zeros(shape, dtype=pool.dtype)
     for index, layer in enumerate(layers[:LAYERS]):
         layer.impl.attend_per_head(layer, subset, index, group, rows, torch.empty_like(rows))
+
+
+def _attend_latents(group: GroupCompression, builder: Any, layers: list[Any], longest: int) -> None:
+    """Attends for one request at every number of splits that vLLM has for requests up to `longest`.
+
+    The number is a power of two and grows at lengths that are; a kernel is compiled for each.
+    """
+    pool, impl, batch = group.tables.pool, layers[0].impl, _batch(1, group.tables.pool)
+    common = _common(np.arange(2, dtype=np.int32), 1, pool)
+    metadata = builder.decodes(batch, builder.build_plain(common)).metadata
+    rows = pool.pages.new_zeros((1, impl.num_heads, pool.head_size))
+    for length in (*(1 << exponent for exponent in range(longest.bit_length())), longest):
+        metadata.max_seq_len = length
+        for index, layer in enumerate(layers[:LAYERS]):
+            fields = builder.layer_fields(batch, common.query_start_loc)[index]
+            layer.impl.attend_kept(group, metadata, fields, rows)
 
 
 def _common(starts: Any, num_queries: int, pool: Any) -> CommonAttentionMetadata:

@@ -1,15 +1,14 @@
 """Attention of compressed requests in MLA layers, whose latent rows all query heads read.
 
 A request has one page table per layer. vLLM's own decode kernel computes the attention of requests
-that generate, over the flat page array. Chunks of a prompt behind a context, compressed or not,
-read the context's pages with absorbed queries; vLLM's CPU backend reads whole prompts only. The
-classes here are mixed into a backend's.
+that generate, over the flat page array. Chunks of a prompt behind a compressed context read its
+pages with absorbed queries. The classes here are mixed into a backend's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,8 +40,9 @@ from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
     Subset,
     sequences,
 )
-from vllm_kvcompress.vllm_plugin.worker_side.step import StepWork
+from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 _ATTRIBUTE = "kvcompress_latent"  # on vLLM's metadata, holds a `LatentStep`
 
 
@@ -56,8 +56,9 @@ class LatentStep:
         work: events and compressed requests.
         is_split: whether the lists below have all requests; else vLLM's metadata does.
         decodes: some of the first D requests each, with rows among their D tokens.
-        prompts: requests without a context, with rows behind those D; None: there are none.
-        chunks: requests behind a context, with rows there.
+        prompts: uncompressed requests that vLLM reads, with rows behind those D; None: there are
+            none.
+        chunks: other requests behind a context, with rows there.
     """
 
     work: StepWork
@@ -76,10 +77,22 @@ class CompressedLatentBackend(CompressedBackend):
         for layer in layers:
             layer.impl.layer = layer
         pages, pages_per_block, offsets = flat_pages([cache[:, None] for cache in caches])
+        return cls.pool_over(layers, spec, pages, pages_per_block, offsets)
+
+    @classmethod
+    def pool_over(
+        cls,
+        layers: list[Any],
+        spec: AttentionSpec,
+        pages: Tensor,
+        pages_per_block: int,
+        layer_offsets: list[int],
+    ) -> PagePool:
+        """Makes a pool of pages of latent rows."""
         return LatentPagePool(
             pages=pages,
             pages_per_block=pages_per_block,
-            layer_offsets=torch.tensor(offsets, device=pages.device),
+            layer_offsets=upload(layer_offsets, pages.device),
             num_heads=1,
             block_size=spec.block_size,
             head_size=spec.head_size,
@@ -88,7 +101,13 @@ class CompressedLatentBackend(CompressedBackend):
 
 
 class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
-    """Splits a step's requests by what computes their attention."""
+    """Splits a step's requests by what computes their attention.
+
+    Attributes:
+        reads_contexts: whether vLLM reads chunks of uncompressed prompts behind a context.
+    """
+
+    reads_contexts: ClassVar[bool] = True
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], *args: Any, **kwargs: Any
@@ -108,8 +127,10 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
         starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
         num_queries = np.diff(starts)
         num_decodes = int((num_queries > 1).argmax()) if num_queries.max() > 1 else len(num_queries)
-        behind_context = compat.host_lengths(common) > num_queries
-        behind_context[:num_decodes] = False
+        behind_context: Flags = np.zeros(len(num_queries), dtype=np.bool_)
+        if not self.reads_contexts:
+            behind_context = compat.host_lengths(common) > num_queries
+            behind_context[:num_decodes] = False
         compressed = [] if work is None else work.compressed
         is_split = bool(compressed or behind_context.any())
         step = LatentStep(work or StepWork(), is_split)
@@ -150,7 +171,7 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
         metadata: Any,
         common: CommonAttentionMetadata,
         starts: HostNumbers,
-        behind_context: np.ndarray[Any, np.dtype[np.bool_]],
+        behind_context: Flags,
     ) -> None:
         """Fills the lists of a step."""
         num_decodes = metadata.num_decodes
@@ -160,7 +181,7 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
             is_uncompressed[batch.rows] = False
             is_decode = batch.rows < num_decodes
             if is_decode.any():
-                step.decodes.append(self._decodes(batch.take(is_decode), metadata))
+                step.decodes.append(self.decodes(batch.take(is_decode), metadata))
             if not is_decode.all():
                 step.chunks += query_batches(batch.take(~is_decode), behind)
         rows = np.flatnonzero(is_uncompressed)
@@ -175,13 +196,16 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
             index, _ = sequences(behind, prompts)
             step.prompts = replace(subset, where=row_index(index, self.device))
 
-    def _decodes(self, batch: ResidentBatch, metadata: Any) -> Subset:
-        """Makes a sequence of every compressed request."""
-        tables = [
-            {"block_table": pages.contiguous(), "seq_lens": lengths}
-            for pages, lengths in batch.layers
-        ]
-        alone = replace(metadata, decode=replace(metadata.decode), num_decodes=len(batch.rows))
+    def decodes(self, batch: ResidentBatch, metadata: Any) -> Subset:
+        """Makes a sequence of every compressed request, each with one token in the step."""
+        room = batch.page_table.shape[2] * self.kv_cache_spec.block_size
+        alone = replace(
+            metadata,
+            decode=replace(metadata.decode),
+            num_decodes=len(batch.rows),
+            max_seq_len=min(metadata.max_seq_len, room),
+        )
+        tables = self.layer_fields(batch, metadata.query_start_loc)
         return Subset(alone, row_index(batch.rows, self.device), tables)
 
     def _whole_context(self, row: int, common: CommonAttentionMetadata) -> ResidentBatch:
@@ -242,7 +266,7 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
                 super().forward_mha(*some, kv_c_and_k_pe_cache, metadata, k_scale, out)
                 output[where] = out
             for batch in step.chunks:
-                self._attend_behind_context(batch, q, output)
+                self._attend_behind_context(batch, attn_metadata, q, output)
         if step is None:
             return
         self._prompt_queries = q
@@ -263,29 +287,58 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
             out, _ = super().forward_mqa(queries, kv_c_and_k_pe_cache, attn_metadata, layer)
         else:
             group = CompressedBackend.compression.group_of_layer[layer.layer_name]
-            index, pages = group.layer_index[layer.layer_name], group.tables.pool.cache_of_one_head
+            index = group.layer_index[layer.layer_name]
             out = queries.new_empty(*queries.shape[:2], self.kv_lora_rank)
             for subset in step.decodes:
-                cache, decode = kv_c_and_k_pe_cache, subset.metadata.decode
+                some, metadata = queries[subset.where], subset.metadata
                 if subset.by_layer:
-                    cache = pages.squeeze(1)
-                    for name, value in subset.by_layer[index].items():
-                        setattr(decode, name, value)
-                some = queries[subset.where]
-                out[subset.where] = super().forward_mqa(some, cache, subset.metadata, layer)[0]
+                    fields = subset.by_layer[index]
+                    out[subset.where] = self.attend_kept(group, metadata, fields, some)
+                else:
+                    given = some, kv_c_and_k_pe_cache, metadata, layer
+                    out[subset.where] = super().forward_mqa(*given)[0]
         self._finish(step, attn_metadata, queries)
         return out, None
 
-    def _attend_behind_context(self, batch: QueryBatch, queries: Tensor, output: Tensor) -> None:
+    def attend_kept(
+        self, group: GroupCompression, metadata: Any, fields: dict[str, Tensor], queries: Tensor
+    ) -> Tensor:
+        """Runs vLLM's decode kernel over pages.
+
+        Args:
+            group: the layer's cache group.
+            metadata: vLLM's, whose decode metadata takes the fields.
+            fields: [requests, any] block_table of pages, and [requests] seq_lens.
+            queries: [T, heads, row_size] absorbed queries, equally many of each request.
+
+        Returns:
+            [T, heads, value_size] sums of latent vectors.
+        """
+        for name, value in fields.items():
+            setattr(metadata.decode, name, value)
+        cache = group.tables.pool.cache_of_one_head.squeeze(1)
+        out: Tensor = super().forward_mqa(queries, cache, metadata, self.layer)[0]
+        return out
+
+    def attend_chunk(
+        self, group: GroupCompression, metadata: Any, batch: QueryBatch, queries: Tensor
+    ) -> Tensor:
+        """Returns the same for chunks behind a context; `metadata` is vLLM's of all requests."""
+        index = group.layer_index[self.layer.layer_name]
+        latent = torch.empty_like(queries)
+        every = replace(batch, tokens=slice(0, len(queries)))
+        biased_attention(group.runner, index, every, queries, latent, self.scale)
+        return latent[..., : self.kv_lora_rank]
+
+    def _attend_behind_context(
+        self, batch: QueryBatch, metadata: Any, queries: Tensor, output: Tensor
+    ) -> None:
         """Writes the [tokens, heads * v_head_dim] outputs of chunks, over pages."""
         group = CompressedBackend.compression.group_of_layer[self.layer.layer_name]
-        index = group.layer_index[self.layer.layer_name]
         absorbed = absorb(queries[batch.tokens], self.layer.W_UK_T)
-        latent = torch.empty_like(absorbed)
-        every = replace(batch, tokens=slice(0, len(absorbed)))
-        biased_attention(group.runner, index, every, absorbed, latent, self.scale)
+        latent = self.attend_chunk(group, metadata, batch, absorbed)
         out = output[batch.tokens]
-        compat.up_project(self.layer, latent[..., : self.kv_lora_rank], out)
+        compat.up_project(self.layer, latent, out)
         output[batch.tokens] = out
 
     def _finish(self, step: LatentStep, metadata: Any, decoded: Tensor | None) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.mla import cpu_mla
 
+from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.worker_side.attention.latent import (
     CompressedLatentBackend,
     CompressedLatentBuilder,
@@ -36,7 +39,20 @@ class CompressedCPULatentImpl(CompressedLatentImpl, cpu_mla.CPUMLAImpl):
         kv_cache[slots // size, slots % size] = rows
 
 
+class CompressedCPULatentBuilder(CompressedLatentBuilder):
+    """Builds metadata for kernels that read whole prompts only, and contiguous tables."""
+
+    reads_contexts = False
+
+    def layer_fields(self, batch: ResidentBatch, query_start_loc: Tensor) -> list[dict[str, Any]]:
+        """Returns fields of vLLM's decode metadata by layer, with tables copied side by side."""
+        return [
+            {"block_table": pages.contiguous(), "seq_lens": lengths}
+            for pages, lengths in batch.layers
+        ]
+
+
 class CompressedCPULatentBackend(CompressedLatentBackend, cpu_mla.CPUMLABackend):
     """vLLM's reference backend for CPUs."""
 
-    impl_class, builder_class = CompressedCPULatentImpl, CompressedLatentBuilder
+    impl_class, builder_class = CompressedCPULatentImpl, CompressedCPULatentBuilder
