@@ -21,7 +21,11 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
-from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, DependentSlidingWindowSpec
+from vllm_kvcompress.vllm_plugin.spec import (
+    CompressedAttentionSpec,
+    DependentMambaSpec,
+    DependentSlidingWindowSpec,
+)
 from vllm_kvcompress.vllm_plugin.startup import compat
 
 BLOCK, WINDOW_BLOCKS = 16, 2
@@ -43,6 +47,8 @@ class Queue:
         ceiling: tokens that a request holds at most; None: any.
         host_slots: blocks of host memory for kept states; 0: there is none.
         split: parts of `BLOCK` tokens in a block.
+        recurrent: groups of Mamba layers beside those.
+        drafts: blocks of theirs for states of drafts.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class Queue:
         ceiling: int | None = None,
         host_slots: int = 0,
         split: int = 1,
+        recurrent: int = 0,
+        drafts: int = 0,
     ) -> None:
         self.block_size = size = BLOCK * split
         self.hasher = get_request_block_hasher(size, sha256)
@@ -79,7 +87,15 @@ class Queue:
             block_size=size, settings=settings, demands=demands, part_size=BLOCK, **LAYER
         )
         sliding = DependentSlidingWindowSpec(block_size=size, sliding_window=64, **LAYER)
-        groups = [spec] * num_groups + [sliding] * (num_groups > 1)
+        mamba = DependentMambaSpec(
+            block_size=size,
+            shapes=((2, 8),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+            num_speculative_blocks=drafts,
+        )
+        groups = [mamba] * (recurrent > 1)  # before the compressed one, and behind it
+        groups += [spec] * num_groups + [sliding] * (num_groups > 1) + [mamba] * (recurrent > 0)
         named = [KVCacheGroupSpec([f"layer {i}"], each) for i, each in enumerate(groups)]
         init_none_hash(sha256)
         self.cache = KVCacheManager(
@@ -121,6 +137,7 @@ class Queue:
     def step(self, name: str, num_tokens: int = 64) -> bool:
         """Computes more tokens, up to an event; returns False if there is no room."""
         request, record = self.requests[name], self.table[name]
+        self.cache.new_step_starts()
         blocks, num_hit = None, 0
         if request.num_computed_tokens == 0:
             longest = record.longest_hit(request.num_tokens - 1, request.num_tokens, None)
@@ -128,11 +145,13 @@ class Queue:
             blocks, num_hit, _ = compat.find_prefix_hit_within(scheduler, request, longest)
             hit = record.reuse.beginning = self.states.find_beginning(request, record, num_hit)
             if hit is not None:
-                null = [self.cache.block_pool.null_block] * hit.state.first_block
-                blocks = self.cache.create_kv_cache_blocks(([*null, *hit.tail],))
+                groups = hit.groups(self.cache.block_pool.null_block)
+                blocks = self.cache.create_kv_cache_blocks(groups)
                 num_hit = hit.num_tokens
         start = request.num_computed_tokens + num_hit
         end = min(start + num_tokens, request.num_tokens)
+        if self.table.others and start % self.block_size:  # as vLLM ends chunks beside states
+            end = min(end, -(-start // self.block_size) * self.block_size)
         position = record.ledger.next_position(start)
         end = end if position is None else min(end, position)
         fits = self.cache.allocate_slots(
@@ -140,6 +159,8 @@ class Queue:
         )
         if fits is None:
             return False
+        _, copied = self.cache.take_kv_cache_block_copies()
+        self.cache.block_pool.free_blocks(copied)
         request.num_computed_tokens = end
         request.num_in_flight_tokens = end - start if self.asynchronous else 0
         if end == request.num_tokens:
@@ -161,7 +182,8 @@ class Queue:
 
     def end(self, name: str) -> None:
         request = self.requests.pop(name)
-        self.states.end(request, self.table[name], self.table.managers[0])
+        record, (manager, *_) = self.table[name], self.table.managers
+        self.states.end(request, record, manager, self.table.others)
         self.cache.free(request)
 
     def check(self) -> None:

@@ -724,6 +724,7 @@ class Settings(Options):
             ceiling_blocks=None if self.ceiling is None else self.ceiling // allocated_size,
             after_reasoning=self.after_reasoning,
             split=split,
+            leaves_states=self.conversations is not None or self.continues_unasked,
             **vars(demand),
         )
 

@@ -102,6 +102,8 @@ class Bookkeeping:
         for manager in self.managers:
             for request_id in set(manager.req_to_blocks) | set(self.scheduler.requests):
                 owners.update(self.owned(manager, request_id))
+        if self.table is not None:
+            owners.update(block.block_id for block in self.table.recurrent.values())
         for block_id, count in owners.items():
             # A connector may hold blocks, too, while it copies them.
             actual = self.pool.blocks[block_id].ref_cnt

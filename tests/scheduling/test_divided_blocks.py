@@ -32,6 +32,7 @@ rules = st.builds(
     decode_tokens=st.sampled_from([None, 1, 5, 3 * PART, 200]),
     min_tokens=st.integers(0, 100),
     layer_dependent=st.booleans(),
+    leaves_states=st.booleans(),
 )
 
 
@@ -53,10 +54,10 @@ class Memory:
     kept: int = 0
     beside_tail: int = 0
 
-    def compress(self, position: int, num_kept: int, own_layers: bool) -> int:
+    def compress(self, position: int, num_kept: int, fills_tail: bool) -> int:
         """Compresses to as few blocks as hold `num_kept` parts; returns how many are new."""
         end = position // PART
-        room = end % self.split if own_layers else 0
+        room = end % self.split if fills_tail else 0
         new = 0
         while new * self.split + room < num_kept:
             new += 1
@@ -79,6 +80,11 @@ class Memory:
     def num_blocks(self) -> int:
         """Blocks that it holds now."""
         return math.ceil(self.num_tokens / (PART * self.split)) - self.num_freed + self.kept
+
+
+def fills_tail(rule: CompressionRule) -> bool:
+    """Whether kept tokens may lie beside the tail, in a block that no other request reads."""
+    return not rule.layer_dependent and not rule.leaves_states
 
 
 def check_budget(rule: CompressionRule, prompt: int, position: int, decision: Decision) -> None:
@@ -116,7 +122,7 @@ def test_requests_hold_what_is_counted_by_hand(
                 memory.stays(end)
             else:
                 fresh, before = ledger.num_fresh(end, num_kept), memory.num_blocks
-                assert memory.compress(end, num_kept, not rule.layer_dependent) == fresh
+                assert memory.compress(end, num_kept, fills_tail(rule)) == fresh
                 assert memory.num_blocks < before, "an event frees a block"
                 most += fresh
             ledger.commit(end, num_kept)
@@ -152,7 +158,7 @@ def test_requests_never_hold_more_blocks_than_their_ceiling(
             if ledger.may_stay_in_place(end, num_kept):
                 memory.stays(end)
             else:
-                memory.compress(end, num_kept, not rule.layer_dependent)
+                memory.compress(end, num_kept, fills_tail(rule))
             ledger.commit(end, num_kept)
         assert memory.num_blocks <= ceiling
         assert ledger.num_kept_allocated == memory.kept
@@ -167,9 +173,9 @@ def test_kept_parts_lie_in_new_blocks_and_beside_the_tail(
     new, beside = rule.num_fresh(num_kept, end), rule.num_beside_tail(num_kept, end)
     assert 0 <= beside <= end % split
     assert (new - 1) * split < num_kept - beside <= new * split
-    alone = replace(rule, layer_dependent=True)
-    assert alone.num_beside_tail(num_kept, end) == 0
-    assert alone.num_fresh(num_kept, end) == math.ceil(num_kept / split)
+    for alone in (replace(rule, layer_dependent=True), replace(rule, leaves_states=True)):
+        assert alone.num_beside_tail(num_kept, end) == 0
+        assert alone.num_fresh(num_kept, end) == math.ceil(num_kept / split)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Schedules(RuleBasedStateMachine):
         budget=st.sampled_from([0.25, 48]),
         ceiling=st.sampled_from([None, 40, 96, 230]),
         split=st.sampled_from([1, 1, 4]),
+        recurrent=st.sampled_from([0, 1, 2]),
     )
     def start(
         self,
@@ -47,13 +48,16 @@ class Schedules(RuleBasedStateMachine):
         budget: float | int,
         ceiling: int | None,
         split: int,
+        recurrent: int,
     ) -> None:
         self.num_blocks, self.histories = 40 * num_groups, {}
         if num_groups > 1:
             reuses, conversations = False, None
-        if split > 1:  # in models whose other layers have states, which keep neither
-            self.num_blocks, reuses, conversations = 14 * num_groups, False, None
+            recurrent = 0
+        if split > 1:
+            self.num_blocks = 14 * num_groups
             ceiling = None if ceiling is None else max(160, ceiling)
+        self.num_blocks += 12 * recurrent
         self.queue = Queue(
             num_groups,
             reuses,
@@ -63,6 +67,7 @@ class Schedules(RuleBasedStateMachine):
             budget=budget,
             ceiling=ceiling,
             split=split,
+            recurrent=recurrent,
         )
 
     def some(self, data: st.DataObject, *, running: bool | None = None) -> str:

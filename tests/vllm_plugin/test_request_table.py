@@ -369,6 +369,70 @@ def test_reuse_is_refused_beside_layers_of_other_kinds(option: str) -> None:
         scheduler._check_reuse()
 
 
+@pytest.mark.parametrize("option", ["contexts", "conversations"])
+def test_reuse_is_refused_beside_recurrent_states_of_drafts(option: str) -> None:
+    wanted = {"reuse_contexts": True} if option == "contexts" else {"reuse_conversations": "auto"}
+    Preempting(Queue(1, recurrent=1, **wanted))._check_reuse()
+    scheduler = Preempting(Queue(1, recurrent=1, drafts=1, **wanted))
+    with pytest.raises(UnsupportedError, match="linear-attention layers at most, and no drafts"):
+        scheduler._check_reuse()
+
+
+@pytest.mark.parametrize("recurrent", [1, 2])
+@pytest.mark.parametrize("num_reply_tokens", [25, 21])
+def test_conversation_goes_on_from_all_of_a_state_with_recurrent_ones(
+    recurrent: int, num_reply_tokens: int
+) -> None:
+    """Its end lies within a block of 64 tokens, where each branch has a copy, or at its end.
+
+    Without the end of the reply nothing of it serves.
+    """
+    queue = Queue(1, reuse_conversations="reuse", recurrent=recurrent, split=4)
+    queue.add("a", 300)
+    history = end_after(queue, "a", num_reply_tokens)
+    end = 300 + num_reply_tokens - 1
+    for name, past in (("b", history), ("cc", history), ("ddd", history[: end - 1])):
+        request = queue.add(name, 100, history=past)
+        assert queue.step(name, 1)
+        queue.check()
+        goes_on = name != "ddd"
+        assert (queue.table[name].reuse.state is not None) == goes_on
+        assert (request.num_computed_tokens == end + 1) == goes_on
+    state = queue.table["b"].reuse.state
+    assert state is not None
+    assert len(state.recurrent) == recurrent
+    for group, block in state.recurrent:
+        blocks = queue.table.all_managers[group].req_to_blocks
+        current = [blocks[name][end // queue.block_size] for name in ("b", "cc")]
+        assert len({each.block_id for each in [block, *current]}) == 3
+        assert block.ref_cnt == 2 + (end % queue.block_size == 0) * 2
+    for name in ("b", "cc"):
+        end_after(queue, name, 3)
+    assert len(queue.kept) == 3
+
+
+def test_context_leaves_the_recurrent_state_at_its_end() -> None:
+    """Others hold it until they end, though they have gone on to the next blocks."""
+    queue = Queue(1, reuse_contexts=True, recurrent=1, split=4)
+    queue.add("a", 60, context_tokens=170, history=CONTEXT)
+    while queue.requests["a"].num_computed_tokens < 220:
+        assert queue.step("a")
+        queue.check()
+    queue.end("a")
+    queue.check()
+    request = queue.add("b", 90, context_tokens=170, history=CONTEXT)
+    while request.num_computed_tokens < 250:
+        assert queue.step("b")
+        queue.check()
+    state = queue.table["b"].reuse.state
+    assert state is not None
+    assert (state.num_tokens, state.tail) == (128, ())
+    assert [block.ref_cnt for _, block in state.recurrent] == [1]
+    queue.end("b")
+    queue.check()
+    assert len(queue.kept) == 1
+
+
 def _use(queue: Queue, name: str) -> object:
     return queue.table[name].reuse.key
 

@@ -39,7 +39,7 @@ class Model:
         number, tokens = self.kept.next_number(), tuple(range(num_tail * BLOCK))
         kept, tail = tuple(blocks[:num_kept]), tuple(blocks[num_kept:])
         hashes = (f"hash {number}".encode(),)
-        state = KeptState(number, "key", BLOCK, 4 * BLOCK, kept, hashes, tail, tokens)
+        state = KeptState(number, "key", BLOCK, 4 * BLOCK, num_kept, kept, hashes, tail, tokens)
         self.end_step()
         for index, block in enumerate(blocks):
             self.device[block.block_id] = (number, index)

@@ -62,7 +62,7 @@ class Stock:
         return "vLLM's", max_cache_hit_length or 0
 
 
-BEGINNING = SimpleNamespace(state=SimpleNamespace(first_block=2), tail=(), num_tokens=64)
+BEGINNING = SimpleNamespace(groups=lambda null_block: ([null_block] * 2,), num_tokens=64)
 
 
 class Hits(scheduler.CompressionMixin, Stock):

@@ -119,7 +119,7 @@ class Adoption:
         request_id: vLLM's request id.
         group: vLLM's KV-cache group.
         state: number of the kept state.
-        end_block: logical blocks [0, end_block) are compressed.
+        end_block: logical blocks [0, end_block) of attention kernels are compressed.
     """
 
     request_id: str

@@ -85,6 +85,8 @@ class CompressionRule(PolicyDemand):
         span_share: part of protected spans that every head keeps; None: as much of them as of all
             tokens, for which there is always room.
         split: blocks in one of vLLM's.
+        leaves_states: whether others go on from what a request leaves: then its kept tokens fill
+            blocks of their own, and none lie beside the tail.
     """
 
     block_size: int
@@ -99,6 +101,7 @@ class CompressionRule(PolicyDemand):
     after_reasoning: float | None = None
     span_share: float | None = 1.0
     split: int = 1
+    leaves_states: bool = False
 
     @property
     def allocated_size(self) -> int:
@@ -112,7 +115,8 @@ class CompressionRule(PolicyDemand):
         that its compressed part has room. Layers that get different budgets do not use this, since
         a layer cannot take the pages of another that is still to be read.
         """
-        room = 0 if self.layer_dependent else end_block % self.split
+        has_room = not (self.layer_dependent or self.leaves_states)
+        room = end_block % self.split if has_room else 0
         return ceil_div(max(0, num_kept - room), self.split)
 
     def num_beside_tail(self, num_kept: int, end_block: int) -> int:

@@ -56,9 +56,11 @@ class LimitedCaching(SingleTypeKVCacheManager):
     Attributes:
         table: records of all requests. The scheduler sets it, since vLLM builds block managers
             itself and hands them a spec and a pool only.
+        states: kept states; set like `table`.
     """
 
     table: RequestTable
+    states: StateReuse
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Caches full blocks up to the last one that `RequestCompression.num_shared` allows."""
@@ -83,19 +85,66 @@ class DependentChunkedLocalManager(LimitedCaching, ChunkedLocalAttentionManager)
 class DependentMambaManager(LimitedCaching, MambaManager):
     """States of Mamba and linear-attention layers in a model that has compressed layers.
 
-    A state sums up all tokens before it, so those behind an event are one request's alone.
+    A state sums up all tokens before it, so those behind an event are one request's alone. The one
+    that a request begins with, or that its context leaves to others, is held until the request's
+    end: vLLM lets go of it earlier, and its block would be reused before others.
     """
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Adds a prefix hit; vLLM copies a block that ends within it before it is written to."""
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+        if self.table[request_id].reuse.beginning is not None:
+            self._hold(request_id, new_computed_blocks[-1])
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Allocates a block for the state at the end of the step; holds it at a context's end."""
+        new_blocks: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        if num_tokens_main_model == self.table[request_id].context_end:
+            self._hold(request_id, self.req_to_blocks[request_id][-1])
+        return new_blocks
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Caches states, unless they come from a kept one, which may depend on events."""
+        if self.table[request.request_id].reuse.state is None:
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Takes all blocks of a request; those of kept states stay readable."""
+        blocks = super().pop_blocks_for_free(request_id)
+        held = self.table.recurrent.pop((request_id, self.kv_cache_group_id), None)
+        return self.states.kept.release(blocks if held is None else [*blocks, held])
+
+    def _hold(self, request_id: str, block: KVCacheBlock) -> None:
+        self.block_pool.touch([block])
+        key = request_id, self.kv_cache_group_id
+        former = self.table.recurrent.get(key)
+        self.table.recurrent[key] = block
+        if former is not None:  # of a state that ended within the context
+            self.block_pool.free_blocks(self.states.kept.release([former]))
 
 
 class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     """Allocates the fresh blocks of an event, and frees its sources once it has run.
 
     Attributes:
-        states: kept states of this group. The scheduler sets it, like `table`.
         siblings: block managers of all compressed groups, this one among them; set like `table`.
     """
 
-    states: StateReuse
     siblings: Sequence[CompressedBlockManager]
 
     def get_num_blocks_to_allocate(
@@ -188,7 +237,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         """
         ledger, beginning = replace(record.ledger), record.reuse.beginning
         if beginning is not None:
-            ledger.commit(beginning.state.position, len(beginning.state.kept))
+            ledger.commit(beginning.state.position, beginning.state.resident_blocks)
         num_new = ceil_div(num_tokens, self.block_size) - ledger.num_freed
         running = [self.table[each].ledger for each, blocks in self.req_to_blocks.items() if blocks]
         fresh = max(each.fresh_blocks() for each in [ledger, *running])
@@ -252,7 +301,10 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             if beginning.copied_block is not None:
                 target = self.req_to_blocks[request_id][beginning.num_tokens // self.block_size]
                 self.states.kept.copy_block(beginning.copied_block, target)
-            adoption = Adoption(request_id, group, state.number, state.first_block)
+                if target.block_id in self.new_block_ids:  # which vLLM zeroes behind the copy
+                    self.new_block_ids.remove(target.block_id)
+            end_block = record.ledger.compressed_blocks
+            adoption = Adoption(request_id, group, state.number, end_block)
             record.unsent.adoptions.append(adoption)
         num_window_blocks = record.ledger.rule.window_blocks
         if num_window_blocks and not held.window:
@@ -462,7 +514,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         self.states.supersede(record)
         if event.kept_as is not None:
             assert record.reuse.context_hash is not None
-            self.states.keep(record, event.kept_as, hashes=(record.reuse.context_hash,))
+            self.states.keep(
+                record,
+                event.kept_as,
+                hashes=(record.reuse.context_hash,),
+                recurrent=self.table.recurrent_of(request_id),
+            )
 
     def _full_block_tokens(self, num_tokens: int) -> int:
         """Counts a hit's tokens in full blocks; vLLM would handle a partial block by itself."""

@@ -35,6 +35,7 @@ def check_integrity(table: RequestTable, kept: KeptStates, request_ids: Iterable
         _expect("requests without a record that hold blocks", set(), unknown)
         for blocks in manager.req_to_blocks.values():
             owned.update(block.block_id for block in blocks if not block.is_null)
+    owned.update(block_ids(table.recurrent.values()))
     in_use = {block.block_id: block for block in pool.blocks if block.ref_cnt and not block.is_null}
     counts = {number: block.ref_cnt for number, block in in_use.items()}
     if table.has_connector:  # it may hold blocks while it copies them

@@ -7,8 +7,11 @@ blocks, or with `--kv-spill` copied to host memory, from where it comes back to 
 
     tokens    0 ........... first_block .. position ............. end
     blocks    [ kept: what the last event left ][ tail: ordinary blocks, the last one partial ]
+    recurrent                                                    [ ] per group of Mamba layers
 
-A state that was kept right behind an event, for others with the same context, has no tail.
+A state that was kept right behind an event, for others with the same context, has no tail. The
+recurrent state of Mamba and linear-attention layers at its end is a block of each of their groups.
+It cannot be cut, so such a kept state serves only prompts that begin with all of its tokens.
 """
 
 from __future__ import annotations
@@ -43,30 +46,34 @@ class KeptState:
         key: policy, rule and named context that a request must share to begin with it.
         block_size: tokens of a block.
         position: computed tokens at its last event, which saw all of them.
+        resident_blocks: blocks of attention kernels that `kept` holds kept tokens in.
         kept: blocks with the kept tokens of the compressed logical blocks.
         hashes: hash of the last compressed block, then those of the tail's full blocks.
         tail: ordinary blocks behind the compressed ones.
         tokens: token ids of the tail.
+        recurrent: group and block of the recurrent states of Mamba layers at its end.
     """
 
     number: int
     key: Hashable
     block_size: int
     position: int
+    resident_blocks: int
     kept: tuple[KVCacheBlock, ...]
     hashes: tuple[BlockHash, ...]
     tail: tuple[KVCacheBlock, ...] = ()
     tokens: tuple[int, ...] = ()
+    recurrent: tuple[tuple[int, KVCacheBlock], ...] = ()
 
     @property
     def first_block(self) -> int:
-        """Number of logical blocks that were compressed."""
+        """Number of logical blocks that were compressed completely."""
         return self.position // self.block_size
 
     @property
     def blocks(self) -> tuple[KVCacheBlock, ...]:
-        """All blocks, kept ones and tail."""
-        return self.kept + self.tail
+        """All blocks, kept ones, tail and those of other groups."""
+        return self.kept + self.tail + tuple(block for _, block in self.recurrent)
 
     @property
     def is_spilled(self) -> bool:
@@ -77,6 +84,11 @@ class KeptState:
     def num_tokens(self) -> int:
         """Tokens that it stands for."""
         return self.first_block * self.block_size + len(self.tokens)
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Tokens that a request which begins with it takes at least."""
+        return self.num_tokens if self.recurrent else self.position
 
     def num_common_tokens(self, request: Request) -> int:
         """Counts the leading tokens shared with a request that has the same compressed blocks.
@@ -99,6 +111,8 @@ class KeptState:
         """
         same_event = self.key == other.key and self.kept == other.kept
         is_longer = self.tokens[: len(other.tokens)] == other.tokens
+        if self.recurrent:
+            is_longer = self.tokens == other.tokens
         return same_event and is_longer and bool(other.tail)
 
 
@@ -126,6 +140,15 @@ class Beginning:
         if self.num_tokens % self.state.block_size == 0:
             return None
         return self.state.tail[len(self.tail)]
+
+    def groups(self, null_block: KVCacheBlock) -> tuple[list[KVCacheBlock], ...]:
+        """Returns the blocks of each cache group, as vLLM takes a prefix hit."""
+        state = self.state
+        attended = [null_block] * state.first_block + [*self.tail]
+        groups = [attended for _ in range(1 + len(state.recurrent))]
+        for group, block in state.recurrent:
+            groups[group] = [null_block] * ((self.num_tokens - 1) // state.block_size) + [block]
+        return tuple(groups)
 
 
 @dataclass
@@ -192,7 +215,7 @@ class KeptStates:
                 if state.key == key and state.position < request.num_prompt_tokens:
                     num_common = state.num_common_tokens(request)
                     num_tokens = min(num_common, request.num_prompt_tokens - 1)
-                    if num_tokens >= state.position:
+                    if num_tokens >= state.fewest_tokens:
                         yield state, num_tokens
 
     def keep(self, state: KeptState) -> None:
@@ -233,7 +256,7 @@ class KeptStates:
         return freed
 
     def begin(self, beginning: Beginning, is_context: bool) -> None:
-        """Holds a state's kept blocks for a request; vLLM holds those of the tail."""
+        """Holds a state's kept blocks for a request; block managers hold the others."""
         self.block_pool.touch(beginning.state.kept)
         if is_context and not beginning.state.tail:
             self.stats.contexts_reused += 1

@@ -30,6 +30,7 @@ from vllm_kvcompress.scheduling.rule import CompressionRule, kept_below
 from vllm_kvcompress.vllm_plugin.request_options import check_allowed, request_options
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import StateUse
 from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
+from vllm_kvcompress.vllm_plugin.spec import DependentMambaSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -86,6 +87,15 @@ class RequestCompression:
     def prepares(self) -> bool:
         """Whether the request prepares a context for later ones."""
         return isinstance(self.ledger, PreparationLedger)
+
+    @property
+    def context_end(self) -> int | None:
+        """Tokens of the context that an event leaves to later requests; None: it leaves none."""
+        if self.reuse.context_hash is None:
+            return None
+        if isinstance(self.ledger, PreparationLedger):
+            return self.ledger.context_tokens
+        return self.ledger.compress_at
 
     def prompt_events(self, position: int) -> list[EventPlan]:
         """Returns the prompt's event of each group if it waits for the first token at `position`.
@@ -157,8 +167,12 @@ class RequestTable:
     Attributes:
         all_managers: block managers of all cache groups.
         managers: those of the compressed groups.
+        others: those of all other groups.
+        keeps_states: whether kept states can hold all that a request needs to go on.
         spec: cache spec of the compressed groups.
         records: records by request id.
+        recurrent: by request id and group, block with the state of Mamba layers at the end of the
+            kept state that the request began with, or of the context that its event leaves.
         selected: requests that this step compresses because of memory pressure.
         written: blocks that this step's events and copies write, beside those that requests list.
         awaiting_event: requests whose prompt's event waits for the first token, in their order.
@@ -178,8 +192,11 @@ class RequestTable:
         assert len({manager.block_size for manager in managers}) == 1
         self.all_managers = all_managers
         self.managers = managers
+        self.others = [each for each in all_managers if each not in managers]
+        self.keeps_states = len(managers) == 1 and all(map(_remembers_last_token, self.others))
         self.spec: CompressedAttentionSpec = managers[0].kv_cache_spec
         self.records: dict[str, RequestCompression] = {}
+        self.recurrent: dict[tuple[str, int], KVCacheBlock] = {}
         self.selected: set[str] = set()
         self.written: list[int] = []
         self.awaiting_event: dict[str, None] = {}
@@ -214,10 +231,10 @@ class RequestTable:
         reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))
         if options.context_tokens is not None:
             compress_at = min(options.context_tokens, num_tokens)
-            num_blocks = min(compress_at, num_tokens - 1) // rule.block_size
+            num_blocks = min(compress_at, num_tokens - 1) // rule.allocated_size
             if settings.reuse_contexts and num_blocks and not must_read_prompt(request):
                 # Full blocks and a token behind them, so that the next token is the same for all.
-                compress_at = num_blocks * rule.block_size
+                compress_at = num_blocks * rule.allocated_size
                 reuse.context_hash = request.block_hashes[num_blocks - 1]
         if reuse.context_hash is not None or reuse.how is not None:
             context_end = None if compress_at == num_tokens else compress_at
@@ -270,8 +287,8 @@ class RequestTable:
 
         Where nobody asked for it, they do not where an explicit option would be refused.
         """
-        one_kind = len(self.all_managers) == 1 and self.all_managers[0].enable_caching
-        if settings.continues_unasked and one_kind and self.spec.chunks is None:
+        can_keep = self.keeps_states and self.managers[0].enable_caching
+        if settings.continues_unasked and can_keep and self.spec.chunks is None:
             return "auto"
         return settings.conversations
 
@@ -303,6 +320,11 @@ class RequestTable:
             self.awaiting_event.pop(request_id, None)
         return held
 
+    def recurrent_of(self, request_id: str) -> tuple[tuple[int, KVCacheBlock], ...]:
+        """Returns group and block of what is held for a request in `recurrent`."""
+        groups = [manager.kv_cache_group_id for manager in self.others]
+        return tuple((group, self.recurrent[request_id, group]) for group in groups)
+
     def may_score(self, ledger: PreparationLedger, max_tokens: int) -> bool:
         """Whether a context may be scored now: all that are scored have `max_tokens` together."""
         ledgers = (record.ledger for record in self.records.values())
@@ -316,6 +338,16 @@ class RequestTable:
 def block_ids(blocks: Iterable[KVCacheBlock]) -> tuple[int, ...]:
     """Returns the numbers by which workers know blocks."""
     return tuple(block.block_id for block in blocks)
+
+
+def _remembers_last_token(manager: SingleTypeKVCacheManager) -> bool:
+    """Whether a request's last block holds all that a group's layers need for the next token.
+
+    Sliding windows need several blocks, and drafts have states of their own.
+    """
+    spec = manager.kv_cache_spec
+    is_recurrent = isinstance(spec, DependentMambaSpec) and spec.mamba_cache_mode == "align"
+    return is_recurrent and not spec.num_speculative_blocks
 
 
 def must_read_prompt(request: Request) -> bool:

@@ -132,10 +132,10 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
     def _share_table(self, manager: SingleTypeKVCacheManager) -> None:
         """Gives a block manager the requests' records, so that it knows which blocks to cache."""
         if isinstance(manager, CompressedBlockManager):
-            manager.states, manager.siblings = self.states, self.compressed
+            manager.siblings = self.compressed
         if isinstance(manager, LimitedCaching):
             assert self.table is not None
-            manager.table = self.table
+            manager.table, manager.states = self.table, self.states
         elif manager.enable_caching:
             raise UnsupportedError(
                 f"this model has {type(manager.kv_cache_spec).__name__} layers beside its "
@@ -151,26 +151,37 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         return HostCopies(num_slots, spilled_block_bytes(self.vllm_config, self.spec))
 
     def _check_reuse(self) -> None:
-        """Refuses options that share states or chunks, if the model has other kinds of layers."""
-        settings = self.spec.settings
-        shares_chunks = self.spec.chunks is not None and self.kv_cache_manager.enable_caching
-        for option, given in (
-            ("--kv-reuse-contexts", settings.reuse_contexts),
-            ("--kv-reuse-conversations", settings.conversations),
-            ("prefill in --kv-read, with prefix caching,", shares_chunks),
+        """Refuses options that share states or chunks, if other layers of the model cannot."""
+        settings, table = self.spec.settings, self.table
+        assert table is not None
+        chunks = self.spec.chunks is not None and self.kv_cache_manager.enable_caching
+        beside = ", beside Mamba or linear-attention layers at most, and no drafts with these"
+        for option, given, works, layers in (
+            ("--kv-reuse-contexts", settings.reuse_contexts, table.keeps_states, beside),
+            ("--kv-reuse-conversations", settings.conversations, table.keeps_states, beside),
+            ("prefill in --kv-read, with prefix caching,", chunks, not table.others, " only"),
         ):
-            if given and len(self.kv_cache_manager.coordinator.single_type_managers) > 1:
+            if given and not works:
                 raise UnsupportedError(
-                    f"{option} needs a model of full-attention layers only: the others of this one "
-                    "would have to read the tokens again; leave it out."
+                    f"{option} needs a model of full-attention layers{layers}: the others of this "
+                    "one would have to read the tokens again; leave it out."
                 )
-        assert self.table is not None
-        keeps = settings.reuse_contexts or self.table.conversations(settings) is not None
-        if settings.spill is not None and not keeps:
+        if settings.spill is not None:
+            self._check_spill(table)
+
+    def _check_spill(self, table: RequestTable) -> None:
+        """Refuses host memory for states that are not kept, or that it could not hold."""
+        settings = self.spec.settings
+        if not settings.reuse_contexts and table.conversations(settings) is None:
             raise UnsupportedError(
                 "--kv-spill: expected kept conversations, which need prefix caching and a model of "
                 "full-attention layers only, found neither these nor --kv-reuse-contexts; leave it "
                 "out."
+            )
+        if table.others:
+            raise UnsupportedError(
+                "--kv-spill copies what full-attention layers keep to host memory, and this model "
+                "has Mamba or linear-attention layers, whose states are not copied; leave it out."
             )
 
     def _announce(self) -> None:
@@ -349,8 +360,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         beginning = record.reuse.beginning = self.states.find_beginning(request, record, hit[1])
         if beginning is None:
             return hit
-        null_blocks = [self.kv_cache_manager.block_pool.null_block] * beginning.state.first_block
-        blocks = self.kv_cache_manager.create_kv_cache_blocks(([*null_blocks, *beginning.tail],))
+        groups = beginning.groups(self.kv_cache_manager.block_pool.null_block)
+        blocks = self.kv_cache_manager.create_kv_cache_blocks(groups)
         return blocks, beginning.num_tokens, 0, False
 
     def add_request(self, request: Request) -> None:
@@ -414,7 +425,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         """Frees a request that has ended, after keeping its state for later ones."""
         if self.table is not None:
             record = self.table[request.request_id]
-            self.states.end(request, record, self.compressed[0])
+            self.states.end(request, record, self.compressed[0], self.table.others)
             if self.canary is not None:
                 self.canary.end(request, record)
         return super().free_request(request, *args, **kwargs)

@@ -23,6 +23,8 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -72,15 +74,17 @@ class StateReuse:
         room = self._room_for_kept(ledger)
         best: Beginning | None = None
         for state, num_common in self.kept.find(request, use.key):
-            usable = ledger.usable_tokens(state.position, len(state.kept), num_common)
-            fits = len(state.kept) - state.first_block <= room
+            usable = ledger.usable_tokens(state.position, state.resident_blocks, num_common)
+            # Each other group also needs a block to go on in, and one while it moves to the next.
+            num_blocks = len(state.kept) + 3 * len(state.recurrent)
+            fits = num_blocks - state.first_block <= room and usable >= state.fewest_tokens
             if fits and usable > (best.num_tokens if best else 0):
                 best = Beginning(state, usable)
         if best is None or use.context_hash is not None:
             return best
         if compresses_anew(use.how, ledger, best.state.position):
             # The queries that the event needs are computed anew even if they are cached.
-            size = ledger.rule.block_size
+            size = best.state.block_size
             longest = ledger.max_prefix_hit(ledger.num_prompt_tokens)
             enough = min(best.state.first_block, longest // size) * size
         else:
@@ -91,8 +95,8 @@ class StateReuse:
         """Counts the blocks left for a state's kept blocks, with all of this prompt in the pool."""
         rule, num_tokens = ledger.rule, ledger.num_prompt_tokens
         room: int = self.kept.block_pool.num_gpu_blocks - 1 - rule.window_blocks
-        room -= ceil_div(num_tokens, rule.block_size)
-        return room - rule.target_blocks(ledger.compress_at, num_tokens)
+        room -= ceil_div(num_tokens, rule.allocated_size)
+        return room - ceil_div(rule.target_blocks(ledger.compress_at, num_tokens), rule.split)
 
     def begin(self, record: RequestCompression, group: int) -> None:
         """Holds the state that an admitted request begins with."""
@@ -101,7 +105,7 @@ class StateReuse:
         state = use.state = use.beginning.state
         self.kept.begin(use.beginning, is_context=use.context_hash is not None)
         record.groups[group].kept = list(state.kept)
-        record.ledger.commit(state.position, len(state.kept))
+        record.ledger.commit(state.position, state.resident_blocks)
 
     def number_of_context(self, record: RequestCompression, position: int) -> int | None:
         """Numbers the state that an event at the end of a shared context leaves; None: none."""
@@ -110,11 +114,21 @@ class StateReuse:
         return self.kept.next_number()
 
     def end(
-        self, request: Request, record: RequestCompression, manager: SingleTypeKVCacheManager
+        self,
+        request: Request,
+        record: RequestCompression,
+        manager: SingleTypeKVCacheManager,
+        others: Sequence[SingleTypeKVCacheManager] = (),
     ) -> None:
         """Keeps what a request leaves at its end, before its blocks are freed.
 
         A request that prepared a context leaves what its event kept, in its last step.
+
+        Args:
+            request: the request.
+            record: its record.
+            manager: block manager of the compressed group.
+            others: those of the groups of Mamba layers.
         """
         if record.reuse.how is None and not record.prepares:
             return
@@ -127,18 +141,41 @@ class StateReuse:
         if held.event is not None:
             self.kept.stats.count_forgotten(UNFINISHED)
         elif held.kept:
-            number = self._saves[request.request_id] = self.kept.next_number()
-            size, first = manager.block_size, record.ledger.compressed_blocks
-            if not has_only_tokens(request):  # only full blocks have hashes
-                num_tokens -= num_tokens % size
-            blocks = manager.req_to_blocks[request.request_id]
-            self.keep(
-                record,
-                number,
-                hashes=tuple(request.block_hashes[first - 1 : num_tokens // size]),
-                tail=tuple(blocks[first : ceil_div(num_tokens, size)]),
-                tokens=tuple(request.all_token_ids[first * size : num_tokens]),
-            )
+            self._keep_end(request, record, manager, others)
+
+    def _keep_end(
+        self,
+        request: Request,
+        record: RequestCompression,
+        manager: SingleTypeKVCacheManager,
+        others: Sequence[SingleTypeKVCacheManager],
+    ) -> None:
+        """Keeps what a request's last event kept, and what it has computed behind that.
+
+        States of Mamba layers include the token of a step that has not been processed. Workers run
+        that step before anybody reads them, but it may not be known yet which token this is.
+        """
+        request_id, computed = request.request_id, request.num_computed_tokens
+        size, first = manager.block_size, record.ledger.num_freed
+        num_tokens = computed if others else computed - request.num_in_flight_tokens
+        num_tokens = min(num_tokens, request.num_tokens)
+        if not has_only_tokens(request):  # only full blocks have hashes
+            num_tokens -= num_tokens % size
+        if others and num_tokens != computed:
+            self.kept.stats.count_forgotten(UNFINISHED)
+            return
+        number = self._saves[request_id] = self.kept.next_number()
+        end = ceil_div(num_tokens, size)
+        self.keep(
+            record,
+            number,
+            hashes=tuple(request.block_hashes[first - 1 : num_tokens // size]),
+            tail=tuple(manager.req_to_blocks[request_id][first:end]),
+            tokens=tuple(request.all_token_ids[first * size : num_tokens]),
+            recurrent=tuple(
+                (each.kv_cache_group_id, each.req_to_blocks[request_id][end - 1]) for each in others
+            ),
+        )
 
     def keep(
         self,
@@ -147,6 +184,7 @@ class StateReuse:
         hashes: tuple[BlockHash, ...],
         tail: tuple[KVCacheBlock, ...] = (),
         tokens: tuple[int, ...] = (),
+        recurrent: tuple[tuple[int, KVCacheBlock], ...] = (),
     ) -> None:
         """Makes a state of what a request's last event kept, with the tail behind it."""
         (held,) = record.groups.values()
@@ -154,12 +192,14 @@ class StateReuse:
         use.state = KeptState(
             number,
             use.key,
-            ledger.rule.block_size,
+            ledger.rule.allocated_size,
             ledger.last_position,
+            ledger.resident_blocks,
             tuple(held.kept),
             hashes,
             tail,
             tokens,
+            recurrent,
         )
         self.kept.keep(use.state)
 

@@ -139,8 +139,10 @@ class GroupCompression:
         policy_state = self.runner.policy_state
         for each in plan.transfers:
             if isinstance(each, BlockCopy):
-                self.tables.pool.copy_blocks([(each.source, each.target)])
-                policy_state.note_copied((), (each.target,))
+                sources = kernel_blocks((each.source,), self.split)
+                targets = kernel_blocks((each.target,), self.split)
+                self.tables.pool.copy_blocks(list(zip(sources, targets, strict=True)))
+                policy_state.note_copied((), targets)
                 continue
             assert self.host is not None
             if each.to_host:
