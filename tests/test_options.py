@@ -24,7 +24,14 @@ NEEDED: dict[type[Options], dict[str, Any]] = {
 FIELDS = [(options, name) for options in NEEDED for name in options.model_fields]
 # What users wrote before options had fields of models, and deployments still write.
 FLAGS = {
-    *("--kv-policy", "--kv-budget", "--kv-trigger", "--kv-param", "--kv-profile"),
+    *(
+        "--kv-policy",
+        "--kv-budget",
+        "--kv-longer-budget",
+        "--kv-trigger",
+        "--kv-param",
+        "--kv-profile",
+    ),
     *(
         "--kv-min-tokens",
         "--kv-min-answer-tokens",
@@ -92,6 +99,11 @@ def test_a_wrong_value_is_refused_under_the_options_own_name(
 # By option: what stands where none is given, values that are taken, and values that are not.
 VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (Settings, "budget"): (0.5, [0.1, 1.0, 2, 2048], [0, 1, 1.5, -1, True, 2**53 + 1]),
+    (Settings, "longer_budgets"): (
+        {},
+        [{4096: 0.25}, {1: 1.0}],
+        [{0: 0.5}, {4096: 1.5}, {4096: "x"}, {"4k": 0.5}, {-1: 0.5}, {2**54: 0.5}, 4],
+    ),
     (Settings, "trigger"): ("prompt", ["chunk:9,decode:2"], ["now", "chunk,chunk", 3]),
     (Settings, "ceiling"): (None, [512, 2**53], [0, 0.5, 1.0, True, "7", 200, 2**53 + 1]),
     (Settings, "protect"): ((), [("system", "tools")], [5, ["user"]]),

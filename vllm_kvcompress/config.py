@@ -103,6 +103,13 @@ def _are_spans(bounds: list[int]) -> bool:
     return all(one < other + index % 2 for index, (one, other) in pairs)
 
 
+def _by_tokens(value: object) -> object:
+    """Takes keys as numbers, ascending, which JSON and flags have as texts."""
+    if not isinstance(value, dict) or not all(str(key).isdecimal() for key in value):
+        return value
+    return {int(key): value[key] for key in sorted(value, key=int)}
+
+
 def _switch(value: object) -> object:
     """Takes True as 1.0, and False as None."""
     return (1.0 if value else None) if isinstance(value, bool) else value
@@ -138,6 +145,14 @@ class Settings(Options):
         "`loss:0.02`, the smallest fraction that loses [no more nats per "
         "token](promises.md#a-budget-by-loss)",
         "B",
+    )
+    longer_budgets: Annotated[dict[Ceiling, Fraction], BeforeValidator(_by_tokens)] = option(
+        {},
+        "the fraction for prompts from that many tokens on, such as `4096=0.25`; may be repeated; "
+        "`loss:` budgets set it",
+        "TOKENS=F",
+        flag="longer_budget",
+        example={"4096": 0.25},
     )
     trigger: str = option(
         "prompt",
@@ -362,6 +377,7 @@ class Settings(Options):
             self._follow_paper()
         self._check_ceiling()
         self._check_protection()
+        self._check_longer_budgets()
         self._check_shadow()
         self._check_spill()
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
@@ -462,6 +478,15 @@ class Settings(Options):
                 "holds what follows from that; leave out shadow, or prefill."
             )
 
+    def _check_longer_budgets(self) -> None:
+        """Refuses budgets of longer prompts where others have tokens, or are never compressed."""
+        is_fraction = isinstance(self.budget, float)
+        if self.longer_budgets and not (is_fraction and (self.compresses or self.has_own_events)):
+            raise ValueError(
+                "longer_budgets: expected a fraction below 1.0 as the budget of shorter prompts, "
+                f"found {self.budget}; give for example budget 0.5."
+            )
+
     def _check_spill(self) -> None:
         """Refuses host memory where no states are kept, or where they would lack something."""
         if self.spill is None:
@@ -544,10 +569,15 @@ class Settings(Options):
         return tuple(policy for policy in policies if policy != NO_POLICY)
 
     def for_request(
-        self, policy: str | None, budget: float | None, ceiling: int | None = None
+        self,
+        policy: str | None,
+        budget: float | None,
+        ceiling: int | None = None,
+        num_tokens: int = 0,
     ) -> Self:
         """The settings of a request that asks for a policy, a budget or a ceiling.
 
+        Without a budget it has that of the prompt tokens that are compressed (`longer_budgets`).
         The server's parameters and profile are those of its own policy. What a request asks for is
         done however short its answer may be.
 
@@ -568,6 +598,8 @@ class Settings(Options):
         if budget is not None:
             check_choice("kv_budget", budget, self.min_request_budget, self.max_request_budget)
             changes["budget"] = budget
+        elif fitting := [least for least in self.longer_budgets if least <= num_tokens]:
+            changes["budget"] = self.longer_budgets[max(fitting)]
         if ceiling is not None:
             smallest = self.min_request_ceiling or self.ceiling
             check_choice("kv_ceiling", ceiling, smallest, self.ceiling)
@@ -582,7 +614,9 @@ class Settings(Options):
         text = f"{self.budget:g} of each prompt"
         if not isinstance(self.budget, float):
             text = f"{self.budget} tokens per KV head"
-        elif self.budget == DEFAULT_BUDGET and self.promised_loss is None:
+        for least, budget in self.longer_budgets.items():
+            text += f", {budget:g} from {least} tokens on"
+        if self.budget == DEFAULT_BUDGET and self.promised_loss is None:
             text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
         if self.ceiling is not None:
             text += f" and never more than {self.ceiling} tokens per KV head"

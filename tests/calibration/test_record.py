@@ -26,14 +26,14 @@ CONDITIONS = conditions_of({"policy": POLICY}, MODEL)
 
 def calibration(texts: list[TextLosses] | None = None) -> Calibration:
     """One of 80 texts per half: no loss at 0.5, 0.1 at 0.25."""
-    texts = texts or [TextLosses("prose", n % 2 == 0, (0.1, 0.0)) for n in range(160)]
+    texts = texts or [TextLosses("prose", 512, n % 2 == 0, (0.1, 0.0)) for n in range(160)]
     return Calibration(
         model=MODEL,
         model_digest=digest_of_model(MODEL),
         policy=POLICY,
         conditions=CONDITIONS,
         vllm="0.32",
-        length=512,
+        lengths=tuple(sorted({text.length for text in texts})),
         continuation=64,
         cap=1.0,
         confidence=0.95,
@@ -44,7 +44,9 @@ def calibration(texts: list[TextLosses] | None = None) -> Calibration:
 
 def test_the_smallest_budget_is_that_whose_bound_is_low_enough() -> None:
     found = calibration()
-    assert [found.budget(limit) for limit in (0.01, 0.05, 0.2)] == [1.0, 0.5, 0.25]
+    budgets = [found.by_length(limit) for limit in (0.01, 0.05, 0.2)]
+    assert budgets == [{512: 1.0}, {512: 0.5}, {512: 0.25}]
+    assert found.by_length(0.2, lowest=0.3) == {512: 0.5}
     half, quarter = found.rungs()
     assert (half.budget, half.num_texts, half.num_checked, half.mean) == (0.5, 80, 80, 0.0)
     assert quarter.mean == pytest.approx(0.1)
@@ -52,7 +54,9 @@ def test_the_smallest_budget_is_that_whose_bound_is_low_enough() -> None:
 
 
 def test_only_the_half_that_calibrates_decides() -> None:
-    texts = [TextLosses("prose", n % 2 == 0, (0.0, 0.0 if n % 2 == 0 else 0.9)) for n in range(160)]
+    texts = [
+        TextLosses("prose", 512, n % 2 == 0, (0.0, 0.0 if n % 2 == 0 else 0.9)) for n in range(160)
+    ]
     half = calibration(texts).rungs()[0]
     assert half.bound < 0.05
     assert half.checked_mean == pytest.approx(0.9)
@@ -66,7 +70,28 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [rung["budget"] for rung in document["rungs"]] == [0.5, 0.25]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"revision": 1}', "[" * 99_999])
+def by_length(losses: dict[int, tuple[float, float]]) -> Calibration:
+    """One of 80 texts per length and half, with their losses at 0.25 and 0.5."""
+    texts = [
+        TextLosses("prose", length, n % 2 == 0, each)
+        for length, each in losses.items()
+        for n in range(160)
+    ]
+    return calibration(texts)
+
+
+def test_each_length_has_a_budget_of_its_own() -> None:
+    """Of two lengths each bound holds with 97.5%, so that both hold with 95%."""
+    found = by_length({512: (0.1, 0.0), 4096: (0.0, 0.0)})
+    assert found.by_length(0.06) == {512: 0.5, 4096: 0.25}
+    half, quarter, longer_half, longer_quarter = found.rungs()
+    assert [half.length, longer_half.length] == [512, 4096]
+    assert longer_quarter.bound == longer_half.bound == half.bound < 0.06 < 0.1 < quarter.bound
+    assert found.confidence_of_one == pytest.approx(0.975)
+    assert half.bound > calibration().rungs()[0].bound
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"revision": 2}', "[" * 99_999])
 def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(text)
@@ -79,7 +104,7 @@ def test_another_revision_and_uneven_rows_are_refused(tmp_path: Path) -> None:
     calibration().write(path)
     document = json.loads(path.read_text())
     path.write_text(json.dumps(document | {"revision": 0}))
-    with pytest.raises(ConfigError, match="of revision 1, found 0"):
+    with pytest.raises(ConfigError, match="of revision 2, found 0"):
         Calibration.read(path)
     path.write_text(json.dumps(document | {"budgets": [0.5]}))
     with pytest.raises(ConfigError, match="2 losses for 1 budgets"):
@@ -121,7 +146,7 @@ def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
 def test_a_kind_that_is_left_out_may_break_the_promise() -> None:
     """Tables lose at a half what the other kinds do not, so a promise from those does not hold."""
     texts = [
-        TextLosses(kind, n % 2 == 0, (0.3, 0.3 if kind == "tables" else 0.0))
+        TextLosses(kind, 512, n % 2 == 0, (0.3, 0.3 if kind == "tables" else 0.0))
         for n in range(80)
         for kind in ("prose", "source", "tables")
     ]

@@ -50,7 +50,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory, traffic: Path) -> Path:
 def test_every_text_has_a_loss_at_every_budget(calibrated: Path) -> None:
     found = Calibration.read(calibrated)
     assert found.budgets == (0.25, 0.5)
-    assert (found.model, found.policy, found.length) == (MODEL, "streamingllm", LENGTH)
+    assert (found.model, found.policy, found.lengths) == (MODEL, "streamingllm", (LENGTH,))
     assert [text.calibrates for text in found.texts] == [True, False] * (NUM_TEXTS // 2)
     assert {text.kind for text in found.texts} == {"chats"}
     for quarter, half in (text.losses for text in found.texts):
@@ -61,7 +61,7 @@ def test_every_text_has_a_loss_at_every_budget(calibrated: Path) -> None:
 def test_a_server_says_what_is_promised(calibrated: Path, tmp_path: Path) -> None:
     found = Calibration.read(calibrated)
     limit = found.rungs()[0].bound  # at a half; a quarter may do, too
-    budget = found.budget(limit)
+    budget = found.by_length(limit)[LENGTH]
     assert budget in (0.25, 0.5)
     options = [MODEL, "--kv-policy", "streamingllm", "--kv-budget", f"loss:{limit}"]
     options += ["--kv-calibration", str(calibrated), "--dtype", "float32", "--enforce-eager"]
@@ -87,6 +87,7 @@ def test_a_server_says_what_is_promised(calibrated: Path, tmp_path: Path) -> Non
         (["--continuation", "1"], "--continuation at least 2"),
         (["--cap", "0"], "--cap: expected more than 0"),
         (["--kv-policy", "none"], "expected a policy"),
+        (["--length", "1k"], "--length 1k: expected numbers of tokens, such as 1024,4096"),
         (["--length", "4096"], "expected texts of at least 4224 tokens.*found 5 shorter"),
     ],
 )
@@ -107,15 +108,31 @@ def test_lines_without_a_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "traffic.jsonl"
     path.write_text('{"text": "a"}\n{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match=r"line 2: expected a JSON object with a text"):
-        user_texts(path, LENGTH, CONTINUATION, load_tokenizer(MODEL))
+        user_texts(path, [LENGTH], CONTINUATION, load_tokenizer(MODEL))
+
+
+def test_a_line_is_of_the_longest_length_that_it_has(tmp_path: Path) -> None:
+    """A length that no line has is refused."""
+    path, tokenizer = tmp_path / "traffic.jsonl", load_tokenizer(MODEL)
+    words = ["a", "b"] * 200
+    counts = [40, 150, 400, 99]
+    path.write_text("".join(json.dumps({"text": " ".join(words[:n])}) + "\n" for n in counts))
+    sizes = [len(tokenizer(" ".join(words[:n]))["input_ids"]) for n in counts]
+    lengths = [sizes[3] - CONTINUATION, sizes[2] - CONTINUATION]
+    items = user_texts(path, lengths, CONTINUATION, tokenizer)
+    expected = {sizes[1]: lengths[0], sizes[2]: lengths[1], sizes[3]: lengths[0]}
+    found = {len(tokenizer(item.context)["input_ids"]): item.length for item in items}
+    assert found == expected
+    with pytest.raises(ConfigError, match="found 4 shorter or longer ones"):
+        user_texts(path, [lengths[1] + 1], CONTINUATION, tokenizer)
 
 
 def test_own_texts_are_of_different_documents() -> None:
     """Every kind has its share, always the same, and no text is there twice."""
-    items = own_texts(256, 64, 6, lambda text: {"input_ids": text.split(" ")})
+    items = own_texts([256], 64, 6, lambda text: {"input_ids": text.split(" ")})
     assert {item.task for item in items} == set(texts.KINDS)
     for kind in texts.KINDS:
         own = [item.context for item in items if item.task == kind]
         assert len(own) == len(set(own)) == 6
-    again = own_texts(256, 64, 6, lambda text: {"input_ids": text.split(" ")})
+    again = own_texts([256], 64, 6, lambda text: {"input_ids": text.split(" ")})
     assert items == again

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from tests.calibration.test_record import MODEL, POLICY, calibration
+from tests.calibration.test_record import MODEL, POLICY, by_length, calibration
 from vllm_kvcompress.cli import bench, serve
 from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli.main import _parser
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.budgets import parse_budget, parse_loss
+from vllm_kvcompress.tools.calibration.record import conditions_of
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,35 @@ def test_serve_takes_the_smallest_budget_that_keeps_the_promise(file: str) -> No
     more = ("--kv-budget", "loss:0.2", "--kv-calibration", file, "--kv-min-tokens", "64")
     settings = served(*more)
     assert (settings.budget, settings.min_tokens) == (0.25, 64)
+
+
+LENGTHS = {512: (0.3, 0.3), 1024: (0.3, 0.0), 2048: (0.3, 0.3), 4096: (0.0, 0.0)}
+
+
+def test_longer_prompts_have_budgets_of_their_own(tmp_path: Path) -> None:
+    """No budget will do for texts of 512 and of 2,048 tokens; those of 4,096 lose nothing."""
+    path = tmp_path / "calibration.json"
+    by_length(LENGTHS).write(path)
+    settings = served("--kv-budget", "loss:0.1", "--kv-calibration", str(path))
+    assert (settings.budget, settings.min_tokens) == (0.5, 1024)
+    assert settings.longer_budgets == {2048: 1.0, 4096: 0.25}
+    assert Settings.from_dict(settings.to_dict()) == settings
+    line = settings.start_lines()[0]
+    assert "budget 0.5 of each prompt, 1 from 2048 tokens on, 0.25 from 4096 tokens on (" in line
+    arguments = ["eval", MODEL, "--tasks", "text/prose", "--policies", POLICY, "--out", "x"]
+    arguments += ["--budgets", "loss:0.1", "--kv-calibration", str(path)]
+    with pytest.raises(ConfigError, match=r"a budget by length, 0\.5 from 1024 tokens on, then"):
+        eval_command.plan_of(_parser("eval").parse_args(arguments))
+
+
+def test_all_budgets_of_auto_are_of_one_policy(tmp_path: Path) -> None:
+    """Below a quarter `auto` is another policy, and a server has one of them."""
+    found = dataclasses.replace(by_length(LENGTHS), policy="auto", budgets=(0.1, 0.5))
+    path = tmp_path / "calibration.json"
+    conditions = conditions_of({"policy": "auto"}, MODEL)
+    dataclasses.replace(found, conditions=conditions).write(path)
+    more = ("--kv-policy", "auto", "--kv-budget", "loss:0.1", "--kv-calibration", str(path))
+    assert served(*more).longer_budgets == {2048: 1.0, 4096: 0.5}
 
 
 def test_yaml_may_say_it_too(tmp_path: Path, file: str) -> None:

@@ -73,6 +73,23 @@ def test_each_request_is_compressed_with_its_own_policy_and_budget(
     }
 
 
+def test_longer_prompts_have_the_budget_of_their_length(llama: str, run_engine: Run) -> None:
+    """A context is as long as it is itself, and what a request asks for goes first."""
+    settings = {"policy": "snapkv", "budget": 0.5, "longer_budgets": {"600": 0.25}}
+    settings |= {"min_request_budget": 0.5, "max_request_budget": 0.75}
+    asked: dict[str, tuple[int, dict[str, Any], int]] = {  # tokens, options, blocks that are kept
+        "short": (599, {}, 9),
+        "long": (600, {}, 5),
+        "asks": (800, {"kv_budget": 0.75}, 19),
+        "context": (800, {"kv_context_tokens": 448}, 7),
+    }
+    for name, (number, xargs, num_kept) in asked.items():
+        one = request(name, prompt(number, seed=number), 4, xargs=xargs)
+        report = run_engine(llama, [[one]], settings=settings)
+        (event,) = report["events"]
+        assert event["blocks_written"] == num_kept, name
+
+
 def test_server_with_policy_none_compresses_requests_that_choose_a_policy(
     llama: str, run_engine: Run
 ) -> None:

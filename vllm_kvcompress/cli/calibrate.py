@@ -19,7 +19,12 @@ from vllm_kvcompress.tools.calibration.measure import (
     own_texts,
     user_texts,
 )
-from vllm_kvcompress.tools.calibration.record import Calibration, conditions_of, digest_of_model
+from vllm_kvcompress.tools.calibration.record import (
+    WHOLE,
+    Calibration,
+    conditions_of,
+    digest_of_model,
+)
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 from vllm_kvcompress.tools.files import check_writable
 
@@ -41,7 +46,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "FILE.txt, a text; without it four kinds of texts that come with Python",
     )
     parser.add_argument(
-        "--length", type=int, default=1024, help="tokens that are compressed (1024)"
+        "--length",
+        default="1024",
+        metavar="N,...",
+        help="tokens that are compressed; several, such as 1024,4096, give longer prompts a budget "
+        "of their own (1024)",
     )
     parser.add_argument(
         "--continuation", type=int, default=128, help="tokens behind them that are predicted (128)"
@@ -78,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     import vllm
 
     settings = {"policy": AUTO} | arguments.settings
-    budgets = _checked(arguments)
+    lengths, budgets = _checked(arguments)
     conditions = conditions_of(settings, arguments.model)
     out = arguments.out or default_file(arguments.model, settings["policy"], conditions)
     check_writable(out)
@@ -87,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         policy=settings["policy"],
         params=_params(settings, arguments.model),
         budgets=budgets,
-        items=_items(arguments),
+        items=_items(arguments, lengths),
         engine=dict(arguments.engine),
         concurrency=arguments.concurrency,
     )
@@ -98,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         policy=request.policy,
         conditions=conditions,
         vllm=vllm.__version__,
-        length=arguments.length,
+        lengths=lengths,
         continuation=arguments.continuation,
         cap=arguments.cap,
         confidence=CONFIDENCE,
@@ -119,21 +128,27 @@ def _params(settings: dict[str, Any], model: str) -> dict[str, Any]:
     return params
 
 
-def _items(arguments: argparse.Namespace) -> list[Any]:
+def _items(arguments: argparse.Namespace, lengths: tuple[int, ...]) -> list[Any]:
     tokenizer = load_tokenizer(arguments.model)
-    sizes = (arguments.length, arguments.continuation)
+    sizes = (lengths, arguments.continuation)
     if arguments.data is not None:
         return user_texts(arguments.data, *sizes, tokenizer)
     return own_texts(*sizes, arguments.samples, tokenizer)
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[float, ...]:
-    """The ladder of budgets; ConfigError: an option cannot work."""
+def _checked(arguments: argparse.Namespace) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The lengths and the ladder of budgets, ascending; ConfigError: an option cannot work."""
     if arguments.settings.get("policy") == NO_POLICY:
         raise ConfigError(
             f"--kv-policy {NO_POLICY} loses nothing: expected a policy to calibrate, such as auto."
         )
-    if arguments.continuation < 2 or min(arguments.length, arguments.samples) < 1:
+    try:
+        lengths = [int(text) for text in arguments.length.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--length {arguments.length}: expected numbers of tokens, such as 1024,4096."
+        ) from None
+    if arguments.continuation < 2 or min(*lengths, arguments.samples) < 1:
         raise ConfigError(
             "--length and --samples: expected at least 1, --continuation at least 2, since the "
             "first token is predicted before anything is compressed."
@@ -149,31 +164,36 @@ def _checked(arguments: argparse.Namespace) -> tuple[float, ...]:
             f"--budgets {arguments.budgets}: expected fractions of the prompt above 0 and below 1, "
             "such as 0.1,0.25,0.5."
         )
-    return tuple(sorted(set(budgets)))
+    return tuple(sorted(set(lengths))), tuple(sorted(set(budgets)))
 
 
 def report(calibration: Calibration) -> list[str]:
     """The lines that say what was measured, and what may be promised."""
-    lines = ["budget  texts  mean loss  95% bound  other half"]
-    for rung in calibration.rungs():
-        numbers = f"{rung.num_texts:5}  {rung.mean:9.4f}  {rung.bound:9.4f}"
-        lines.append(f"{rung.budget:6g}  {numbers}  {rung.checked_mean:10.4f}")
-    checked = {rung.budget: rung.checked_mean for rung in calibration.rungs()} | {1.0: 0.0}
+    rungs, lines = calibration.rungs(), []
+    for length in calibration.lengths:
+        lines.append(f"texts of {length} tokens")
+        lines.append("budget  texts  mean loss  95% bound  other half")
+        for rung in rungs:
+            if rung.length == length:
+                numbers = f"{rung.num_texts:5}  {rung.mean:9.4f}  {rung.bound:9.4f}"
+                lines.append(f"{rung.budget:6g}  {numbers}  {rung.checked_mean:10.4f}")
+    checked = {(rung.length, rung.budget): rung.checked_mean for rung in rungs}
     for limit in _LIMITS:
-        budget = calibration.budget(limit)
-        if budget == 1.0:
-            lines.append(f"loss:{limit:g}  no budget below 1.0 is sure to lose so little")
-            continue
-        held = "holds" if checked[budget] <= limit else "DOES NOT HOLD"
-        lines.append(
-            f"loss:{limit:g}  budget {budget:g}; on the other half {checked[budget]:.4f}: {held}"
-        )
-    cases = [case for case in left_out(calibration, _LIMITS) if case.budget < 1]
+        for length, budget in calibration.by_length(limit).items():
+            promise = f"loss:{limit:g} from {length} tokens on: "
+            if budget == WHOLE:
+                lines.append(f"{promise}no budget below 1.0 is sure to lose so little")
+                continue
+            mean = checked[length, budget]
+            held = "holds" if mean <= limit else "DOES NOT HOLD"
+            lines.append(f"{promise}budget {budget:g}; on the other half {mean:.4f}: {held}")
+    cases = [case for case in left_out(calibration, _LIMITS) if case.budget < WHOLE]
     if cases:
         held_by = sum(case.holds for case in cases)
         lines.append(f"on a kind of text that was left out it holds in {held_by} of {len(cases)}:")
         lines += [
-            f"  {case.kind}: loss:{case.limit:g}  budget {case.budget:g}, {case.mean:.4f}"
+            f"  {case.kind}, {case.length} tokens: loss:{case.limit:g}  budget {case.budget:g}, "
+            f"{case.mean:.4f}"
             for case in cases
             if not case.holds
         ]

@@ -190,8 +190,13 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def _budget_by_loss(model: str, params: dict[str, Any], policy: str, text: str) -> float:
     """The fraction that a budget such as loss:0.02 stands for, by the policy's calibration."""
-    chosen = {**params, "policy": policy, "budget": text}
-    return float(resolve_budget(chosen, model)["budget"])
+    chosen = resolve_budget({**params, "policy": policy, "budget": text}, model)
+    if longer := chosen.get("longer_budgets"):
+        raise ConfigError(
+            f"--budgets {text}: the calibration has a budget by length, {chosen['budget']:g} from "
+            f"{chosen['min_tokens']} tokens on, then {longer}; give these instead."
+        )
+    return float(chosen["budget"])
 
 
 def _check_prepared(arguments: argparse.Namespace) -> None:

@@ -1,12 +1,13 @@
-"""Turns `--kv-budget loss:F` into a fraction of the prompt, by a calibration."""
+"""Turns `--kv-budget loss:F` into fractions of prompts by their lengths, by a calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.config import AUTO, NO_POLICY, Settings
+from vllm_kvcompress.config import AUTO, NO_POLICY, PROFILED_FROM, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.budgets import parse_loss
 from vllm_kvcompress.tools.calibration.record import (
@@ -21,9 +22,10 @@ _UNMEASURED = ("ceiling", "after_reasoning", "keep_prompt", "read")  # calibrati
 
 
 def resolve_budget(settings: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Returns settings whose budget is a fraction or tokens.
+    """Returns settings whose budgets are fractions or tokens.
 
-    Requests shorter than the texts of the calibration are left whole unless `min_tokens` is given.
+    Requests shorter than the texts of the calibration, or of its first length at which anything may
+    be compressed, are left whole unless `min_tokens` is given.
 
     Args:
         settings: by their keys in YAML, with a policy.
@@ -52,14 +54,27 @@ def resolve_budget(settings: Mapping[str, Any], model: str) -> dict[str, Any]:
                 "leave it out, or give a budget such as 0.25."
             )
     calibration, path = _calibration_of(settings, model)
-    budget = calibration.budget(limit)
-    resolved = dict(settings) | {"budget": budget, "promised_loss": limit}
+    budgets = _by_length(calibration, limit)
+    lengths = list(dropwhile(lambda length: budgets[length] == WHOLE, budgets)) or [max(budgets)]
+    first, *longer = ((length, budgets[length]) for length in lengths)
+    resolved = dict(settings) | {"budget": first[1], "promised_loss": limit}
     resolved["calibration"] = str(path)
+    if longer:
+        resolved["longer_budgets"] = dict(longer)
     if resolved.get("min_tokens") is None:
-        resolved["min_tokens"] = calibration.length
-    if budget == WHOLE:  # every answer has the full cache
+        resolved["min_tokens"] = first[0]
+    if first[1] == WHOLE:  # every answer has the full cache
         resolved["shadow"] = None
     return resolved
+
+
+def _by_length(calibration: Calibration, limit: float) -> dict[int, float]:
+    """The budgets of a limit, on one side of `PROFILED_FROM`, where `auto` is one policy."""
+    budgets = calibration.by_length(limit)
+    is_below = {budget < PROFILED_FROM for budget in budgets.values() if budget < WHOLE}
+    if calibration.policy == AUTO and len(is_below) > 1:
+        return calibration.by_length(limit, lowest=PROFILED_FROM)
+    return budgets
 
 
 def _calibration_of(settings: Mapping[str, Any], model: str) -> tuple[Calibration, Path]:

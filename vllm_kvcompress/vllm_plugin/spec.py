@@ -96,14 +96,15 @@ class CompressedAttentionSpec(FullAttentionSpec):
 
     @cached_property
     def rules(self) -> tuple[CompressionRule, ...]:
-        """The server's rule, and those of the largest and smallest numbers to choose from."""
+        """The server's rules, and those of the largest and smallest numbers to choose from."""
         settings = self.settings
         bounds = (None, settings.min_request_budget, settings.max_request_budget)
         asked = [
-            settings.for_request(policy, budget, ceiling)
+            settings.for_request(policy, budget, ceiling, num_tokens)
             for policy in dict.fromkeys((settings.policy, *settings.request_policies))
             for budget in dict.fromkeys(bounds)
             for ceiling in dict.fromkeys((None, settings.min_request_ceiling))
+            for num_tokens in (0, *settings.longer_budgets)
         ]
         return tuple(dict.fromkeys(map(self.rule_of, asked)))
 

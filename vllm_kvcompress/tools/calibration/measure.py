@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,7 +52,7 @@ def measure(
 ) -> list[TextLosses]:
     """Returns every text's losses; a run that was stopped goes on where it was.
 
-    Of the texts of each kind every second one calibrates.
+    Of the texts of each kind and length every second one calibrates.
 
     Args:
         request: what is measured.
@@ -76,13 +77,14 @@ def measure(
     answers = runner.run(plan, folder, progress)
     nats = {(answer["setup"], answer["item"]): answer["nats"] for answer in answers}
     _check_compressed(answers)
-    rows, seen = [], dict.fromkeys((item.task for item in request.items), 0)
+    rows, seen = [], dict.fromkeys(((item.task, item.length) for item in request.items), 0)
     for number, item in enumerate(request.items):
         full = nats[FULL, number]
         losses = [nats[setup.name, number] - full for setup in setups if setup.budget is not None]
-        calibrates = seen[item.task] % 2 == 0
-        seen[item.task] += 1
-        rows.append(TextLosses(item.task, calibrates, tuple(round(x, 5) for x in losses)))
+        calibrates = seen[item.task, item.length] % 2 == 0
+        seen[item.task, item.length] += 1
+        rounded = tuple(round(loss, 5) for loss in losses)
+        rows.append(TextLosses(item.task, item.length, calibrates, rounded))
     shutil.rmtree(folder, ignore_errors=True)
     return rows
 
@@ -98,10 +100,12 @@ def _check_compressed(answers: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def own_texts(length: int, continuation: int, samples: int, tokenizer: Any) -> list[Item]:
-    """Texts that come with Python, `samples` of each kind at most, one of each document."""
+def own_texts(
+    lengths: Sequence[int], continuation: int, samples: int, tokenizer: Any
+) -> list[Item]:
+    """Texts that come with Python; of each kind and length `samples` at most, one per document."""
     items = []
-    for kind in texts.KINDS:
+    for kind, length in product(texts.KINDS, lengths):
         pieces = list(dict.fromkeys(texts.documents(kind, length + continuation)))
         random.Random(_SEED).shuffle(pieces)
         fitting = (
@@ -112,30 +116,37 @@ def own_texts(length: int, continuation: int, samples: int, tokenizer: Any) -> l
     return drawn(items)
 
 
-def user_texts(path: Path, length: int, continuation: int, tokenizer: Any) -> list[Item]:
+def user_texts(path: Path, lengths: Sequence[int], continuation: int, tokenizer: Any) -> list[Item]:
     """Texts of a user's file: one of each line (JSON, `{"text": ...}`), or pieces of a text.
 
-    Of a text every second piece is taken. Of a line the first `length + continuation` tokens count.
-    Lines with fewer tokens are left out.
+    A line is compressed to the longest of the lengths that leaves it a continuation; what is behind
+    that does not count, and lines too short for any are left out. A text is cut into pieces of each
+    length, of which every second one is taken.
 
     Raises:
         ConfigError: the file cannot be read, or no text in it is long enough.
     """
     content = texts.read(path)
     if path.suffix == ".txt":
-        pieces = texts.cut(content, length + continuation)[::2]
+        cut = [(each, texts.cut(content, each + continuation)[::2]) for each in lengths]
+        pieces = [(piece, [length]) for length, some in cut for piece in some]
     else:
         lines = enumerate(content.splitlines(), 1)
-        pieces = [_text_of(path, number, line) for number, line in lines if line.strip()]
-    num_tokens = length + continuation
-    fitting = [piece for piece in pieces if len(tokenizer(piece)["input_ids"]) >= num_tokens]
-    if not fitting:
-        raise ConfigError(
-            f"--data {path}: expected texts of at least {num_tokens} tokens, {length} to compress "
-            f"(--length) and {continuation} to predict (--continuation), found {len(pieces)} "
-            "shorter ones; give longer texts, or fewer tokens."
-        )
-    return drawn([_item(path.stem, piece, length, continuation) for piece in fitting])
+        every = [_text_of(path, number, line) for number, line in lines if line.strip()]
+        pieces = [(piece, sorted(lengths)) for piece in every]
+    items = []
+    for piece, able in pieces:
+        room = len(tokenizer(piece)["input_ids"]) - continuation
+        fitting = [length for length in able if length <= room]
+        items += [_item(path.stem, piece, length, continuation) for length in fitting[-1:]]
+    for length in lengths:
+        if all(item.length != length for item in items):
+            raise ConfigError(
+                f"--data {path}: expected texts of at least {length + continuation} tokens, "
+                f"{length} to compress (--length) and {continuation} to predict (--continuation), "
+                f"found {len(pieces)} shorter or longer ones; give such texts, or other lengths."
+            )
+    return drawn(items)
 
 
 def _text_of(path: Path, number: int, line: str) -> str:
@@ -174,12 +185,14 @@ class LeftOut:
     """A promise on texts of a kind that no bound follows from.
 
     Attributes:
+        length: of the texts.
         kind: the kind.
         limit: what was promised, in nats per token.
         budget: chosen from the other kinds.
         mean: loss of the kind's texts at that budget.
     """
 
+    length: int
     kind: str
     limit: float
     budget: float
@@ -193,16 +206,19 @@ class LeftOut:
 
 def left_out(calibration: Calibration, limits: Sequence[float]) -> list[LeftOut]:
     """Calibrates on all kinds but one, both halves of them, and checks the promise on that one."""
-    kinds = dict.fromkeys(text.kind for text in calibration.texts)
     cases = []
-    for kind in kinds if len(kinds) > 1 else ():
-        bounds, means = [], {1.0: 0.0}
-        for place, budget in enumerate(calibration.budgets):
-            own = [text.losses[place] for text in calibration.texts if text.kind == kind]
-            others = [text.losses[place] for text in calibration.texts if text.kind != kind]
-            bounds.append((budget, upper_bound(others, calibration.cap, calibration.confidence)))
-            means[budget] = fmean(min(calibration.cap, loss) for loss in own)
-        for limit in limits:
-            chosen = smallest_budget(bounds, limit)
-            cases.append(LeftOut(kind, limit, chosen, means[chosen]))
+    for length in calibration.lengths:
+        texts = [text for text in calibration.texts if text.length == length]
+        kinds = dict.fromkeys(text.kind for text in texts)
+        for kind in kinds if len(kinds) > 1 else ():
+            bounds, means = [], {1.0: 0.0}
+            for place, budget in enumerate(calibration.budgets):
+                own = [text.losses[place] for text in texts if text.kind == kind]
+                others = [text.losses[place] for text in texts if text.kind != kind]
+                bound = upper_bound(others, calibration.cap, calibration.confidence_of_one)
+                bounds.append((budget, bound))
+                means[budget] = fmean(min(calibration.cap, loss) for loss in own)
+            for limit in limits:
+                chosen = smallest_budget(bounds, limit)
+                cases.append(LeftOut(length, kind, limit, chosen, means[chosen]))
     return cases

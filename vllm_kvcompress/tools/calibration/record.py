@@ -15,7 +15,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.calibration.bounds import upper_bound
 from vllm_kvcompress.tools.files import read_within, write_whole
 
-REVISION = 1  # of the file; others are refused
+REVISION = 2  # of the file; others are refused
 WHOLE = 1.0  # the budget that loses nothing
 _MAX_BYTES = 16 * 2**20
 _SAMPLED_BYTES = 2**16  # of each end of every file of weights
@@ -27,19 +27,22 @@ class TextLosses:
 
     Attributes:
         kind: what kind of text it is.
+        length: tokens that were compressed, one of the calibration's lengths.
         calibrates: whether it is of the half that bounds follow from; the other half checks them.
         losses: nats per token above the full cache's, by the budgets of the calibration.
     """
 
     kind: str
+    length: int
     calibrates: bool
     losses: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """What was found at one budget: of the half that calibrates, and of the half that checks."""
+    """What was found at one length and budget: of the half that calibrates, and of the other."""
 
+    length: int
     budget: float
     num_texts: int
     mean: float
@@ -57,9 +60,11 @@ class Calibration:
         policy: as users name it, such as `auto`.
         conditions: `conditions_of` the other settings.
         vllm: version of vLLM.
-        length, continuation: tokens of a text that are compressed at least, and that are predicted.
+        lengths: tokens of texts that are compressed, ascending; prompts go by the longest length
+            that they have.
+        continuation: tokens behind them that are predicted.
         cap: a text that loses more counts as this much, in nats per token.
-        confidence: with which each bound holds.
+        confidence: with which the bounds of all lengths hold.
         budgets: of the ladder, without `WHOLE`.
         texts: in the order in which they were drawn.
     """
@@ -69,7 +74,7 @@ class Calibration:
     policy: str
     conditions: dict[str, Any]
     vllm: str
-    length: int
+    lengths: tuple[int, ...]
     continuation: int
     cap: float
     confidence: float
@@ -77,24 +82,38 @@ class Calibration:
     texts: tuple[TextLosses, ...]
 
     def rungs(self) -> list[Rung]:
-        """The budgets from the largest on, with their bounds."""
+        """By length, the budgets from the largest on, with their bounds."""
         places = sorted(range(len(self.budgets)), key=lambda place: -self.budgets[place])
-        return [self._rung(place) for place in places]
+        return [self._rung(length, place) for length in self.lengths for place in places]
 
-    def _rung(self, place: int) -> Rung:
-        halves = [self._losses(place, calibrates) for calibrates in (True, False)]
+    def _rung(self, length: int, place: int) -> Rung:
+        halves = [self._losses(length, place, calibrates) for calibrates in (True, False)]
         means = [fmean(half) if half else 0.0 for half in halves]
-        bound = upper_bound(halves[0], self.cap, self.confidence)
+        bound = upper_bound(halves[0], self.cap, self.confidence_of_one)
         sizes = list(map(len, halves))
-        return Rung(self.budgets[place], sizes[0], means[0], bound, sizes[1], means[1])
+        return Rung(length, self.budgets[place], sizes[0], means[0], bound, sizes[1], means[1])
 
-    def _losses(self, place: int, calibrates: bool) -> list[float]:
-        texts = [text for text in self.texts if text.calibrates == calibrates]
+    def _losses(self, length: int, place: int, calibrates: bool) -> list[float]:
+        texts = [t for t in self.texts if (t.length, t.calibrates) == (length, calibrates)]
         return [min(self.cap, text.losses[place]) for text in texts]
 
-    def budget(self, limit: float) -> float:
-        """Returns the smallest budget whose bound is at most `limit` nats per token, or `WHOLE`."""
-        return smallest_budget([(rung.budget, rung.bound) for rung in self.rungs()], limit)
+    @property
+    def confidence_of_one(self) -> float:
+        """Confidence of one length's bound, so that all hold together (Bonferroni)."""
+        return 1 - (1 - self.confidence) / len(self.lengths)
+
+    def by_length(self, limit: float, lowest: float = 0.0) -> dict[int, float]:
+        """Returns, by length, the smallest budget whose bound is at most `limit`, or `WHOLE`.
+
+        Args:
+            limit: nats per token.
+            lowest: budgets below it are not chosen.
+        """
+        bounds: dict[int, list[tuple[float, float]]] = {length: [] for length in self.lengths}
+        for rung in self.rungs():
+            if rung.budget >= lowest:
+                bounds[rung.length].append((rung.budget, rung.bound))
+        return {length: smallest_budget(each, limit) for length, each in bounds.items()}
 
     def check(self, model: str, policy: str, conditions: Mapping[str, Any], path: Path) -> None:
         """Refuses a calibration of something else; a model of "" is not compared.
@@ -136,6 +155,7 @@ class Calibration:
             document = json.loads(read_within(path, _MAX_BYTES))
             values = {field.name: document[field.name] for field in fields(cls)}
             values["budgets"] = tuple(map(float, values["budgets"]))
+            values["lengths"] = tuple(map(int, values["lengths"]))
             values["texts"] = tuple(_texts(values["texts"], len(values["budgets"])))
             found = document["revision"]
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -156,7 +176,7 @@ def _texts(rows: Sequence[Mapping[str, Any]], num_budgets: int) -> Iterator[Text
         losses = tuple(map(float, row["losses"]))
         if len(losses) != num_budgets:
             raise ValueError(f"{len(losses)} losses for {num_budgets} budgets")
-        yield TextLosses(str(row["kind"]), bool(row["calibrates"]), losses)
+        yield TextLosses(str(row["kind"]), int(row["length"]), bool(row["calibrates"]), losses)
 
 
 def smallest_budget(bounds: Sequence[tuple[float, float]], limit: float) -> float:

@@ -112,7 +112,8 @@ class ProtectMiddleware(BodyMiddleware):
                 f"vllm_xargs {_PROTECT}: expected tokens of the prompt, which has {num_tokens}, "
                 f"found an end of {spans[-1][1]}."
             )
-        settings = self._settings.for_request(options.policy, options.budget, options.ceiling)
+        asked = (options.policy, options.budget, options.ceiling)
+        settings = self._settings.for_request(*asked, num_tokens=num_tokens)
         rule = settings.rule(block_size, PolicyDemand())
         num_kept, number = rule.target_blocks(num_tokens, num_tokens), num_in_spans(*protected)
         is_due = rule.first_effective_position(num_tokens) is not None

@@ -224,9 +224,11 @@ class RequestTable:
             self._open_shadow(request)
             return
         options = _requested_options(request, self.spec.settings)
-        settings = self.spec.settings.for_request(options.policy, options.budget, options.ceiling)
-        rule = self.spec.rule_of(settings)
         num_tokens = compress_at = request.num_prompt_tokens
+        asked = (options.policy, options.budget, options.ceiling)
+        length = min(options.context_tokens or num_tokens, num_tokens)
+        settings = self.spec.settings.for_request(*asked, num_tokens=length)
+        rule = self.spec.rule_of(settings)
         protected = _protected_spans(options, settings, rule, request)
         reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))
         if options.context_tokens is not None:
