@@ -7,7 +7,9 @@
 
 Four kinds of instructions from a seed: a format, a language, a secret that must not be told, and a
 tool whose call must be JSON of its schema. Between them and the question stands text that has
-nothing to do with either. Every condition gets the same prompts. A stopped run goes on.
+nothing to do with either. Every condition gets the same prompts. With `context` what stands before
+the question is compressed before the question is read, so that also the reply's first token comes
+from kept tokens. A stopped run goes on, and with --conditions it has those alone.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ CONDITIONS: dict[str, dict[str, Any]] = {  # vllm_xargs; `auto` is `spans+headkv
     "adakv+criticalkv@0.25": {"kv_policy": "adakv+criticalkv", "kv_budget": 0.25},
     "auto@0.25 protected": {"kv_budget": 0.25},
     "auto@0.1 protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    "auto@0.25 context": {"kv_budget": 0.25},
+    "auto@0.1 context": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    "auto@0.1 context protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
 }
 HAYSTACK = Path("vllm_kvcompress/tools/evaluation/haystack.txt")
 LANGUAGES = {
@@ -118,11 +123,11 @@ def followed(asked: Prompt, reply: str) -> bool:
     return bool(call == json.loads(asked.wanted))
 
 
-def tokens_of(tokenizer: Any, asked: Prompt, filler: str) -> tuple[list[int], list[int]]:
-    """Returns the chat's token ids, and start and end of the system message in them."""
+def tokens_of(tokenizer: Any, asked: Prompt, filler: str) -> tuple[list[int], list[int], int]:
+    """Returns the chat's token ids, start and end of the system message, and the question's."""
 
-    def rendered(system: str) -> list[int]:
-        user = f"{filler}\n\n{asked.question}"
+    def rendered(system: str, question: str = asked.question) -> list[int]:
+        user = f"{filler}\n\n{question}"
         chat = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -131,7 +136,8 @@ def tokens_of(tokenizer: Any, asked: Prompt, filler: str) -> tuple[list[int], li
     tokens, other = rendered(asked.system), rendered("x")
     first = sum(takewhile(bool, map(eq, tokens, other)))
     last = sum(takewhile(bool, map(eq, reversed(tokens), reversed(other))))
-    return tokens, [first, len(tokens) - last]
+    context = takewhile(bool, map(eq, tokens, rendered(asked.system, "0")))
+    return tokens, [first, len(tokens) - last], sum(context)
 
 
 def filler_of(text: str, num_words: int, seed: int) -> str:
@@ -188,8 +194,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48, help="of a reply (48)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first prompt (0)")
     parser.add_argument("--concurrency", type=int, default=4, help="prompts at a time (4)")
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     options = parser.parse_args()
+    conditions = list(dict.fromkeys((FULL, *options.conditions)))  # others are compared with it
     tokenizer = load_tokenizer(options.model)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     rows = [json.loads(line) for line in lines]
@@ -199,12 +207,17 @@ def main() -> None:
     def ask_all(seed: int, kind: str) -> None:
         """Asks a prompt under every condition that is missing, one after the other."""
         asked = prompt(kind, seed)
-        tokens, span = tokens_of(tokenizer, asked, filler_of(haystack, options.words, seed))
-        for name, xargs in CONDITIONS.items():
+        filler = filler_of(haystack, options.words, seed)
+        tokens, span, context = tokens_of(tokenizer, asked, filler)
+        for name in conditions:
             if (name, kind, seed) in done:
                 continue
-            protect: dict[str, Any] = {"kv_protect": span} if "protected" in name else {}
-            reply = ask(options.url, tokens, xargs | protect, options.max_tokens)
+            xargs = dict(CONDITIONS[name])
+            if "protected" in name:
+                xargs["kv_protect"] = span
+            if "context" in name:
+                xargs["kv_context_tokens"] = context
+            reply = ask(options.url, tokens, xargs, options.max_tokens)
             row = {"condition": name, "kind": kind, "seed": seed, "tokens": len(tokens)}
             row |= {"followed": followed(asked, reply), "reply": reply}
             with writes:
@@ -214,7 +227,7 @@ def main() -> None:
     prompts = list(product(range(options.seed, options.seed + options.samples), KINDS))
     with ThreadPoolExecutor(options.concurrency) as pool:
         list(tqdm(pool.map(ask_all, *zip(*prompts, strict=True)), total=len(prompts)))
-    print("\n".join(table(rows, list(CONDITIONS))))
+    print("\n".join(table(rows, conditions)))
 
 
 if __name__ == "__main__":

@@ -43,11 +43,13 @@ def test_replies_are_scored(kind: str, wanted: str, reply: str, follows: bool) -
     assert followed(Prompt(kind, "", "", wanted), reply) == follows
 
 
-def test_the_protected_span_holds_the_instruction() -> None:
+def test_the_protected_span_and_the_context_come_before_the_question() -> None:
     tokenizer = load_tokenizer(str(ROOT / "models" / "reference"))
     asked = Prompt("format", "w1 w2 w3", "w4", "")
-    tokens, (start, end) = instructions.tokens_of(tokenizer, asked, "w5 w6")
-    assert 0 <= start < end <= len(tokens)
+    tokens, (start, end), context = instructions.tokens_of(tokenizer, asked, "w5 w6")
+    assert 0 <= start < end < context < len(tokens)
+    other = Prompt("format", "w1 w2 w3", "w7", "")
+    assert tokens[:context] == instructions.tokens_of(tokenizer, other, "w5 w6")[0][:context]
 
 
 def test_fillers_have_as_many_words_as_asked() -> None:
