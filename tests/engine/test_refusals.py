@@ -205,7 +205,7 @@ def test_connectors_of_other_packages_have_to_be_made_of_one_that_is_served(llam
         (
             {},
             {"speculative_config.method": "eagle"},
-            "with eagle: its draft layers.*ngram or",
+            "with eagle: its draft layers.*use a draft model, or.*ngram or",
         ),
         ({}, {"scheduler_config.async_scheduling": True}, "drafts.*add --no-async-scheduling"),
         ({"trigger": "pressure:0.5"}, {}, "--kv-trigger pressure.*oldest of the queries.*decode:N"),
@@ -218,6 +218,35 @@ def test_speculative_methods_and_triggers_beside_them_are_checked(
 ) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     config = engine_config(llama, {**SETTINGS, **settings}, speculative_config=drafts)
+    for path, value in changes.items():
+        part, name = path.split(".")
+        setattr(getattr(config, part), name, value)
+    if reason is None:
+        check_engine(config)
+        return
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"device_config.device_type": "cuda"}, "draft model on a GPU.*with ngram"),
+        ({}, {"parallel_config.tensor_parallel_size": 2}, "one rank only; use one, or"),
+        ({}, {"speculative_config.parallel_drafting": True}, "masked tokens.*leave it out, or"),
+        ({}, {"kv_transfer_config": connector(SERVED[0])}, "blocks of two sizes; remove one"),
+        ({"reuse_contexts": True}, {}, "--kv-reuse-contexts with a draft model.*or use"),
+        ({"reuse_conversations": "anew"}, {}, "--kv-reuse-conversations with a draft model"),
+    ],
+    ids=["none", "gpu", "ranks", "parallel", "connector", "contexts", "conversations"],
+)
+def test_what_a_draft_model_excludes(
+    llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
+) -> None:
+    drafts = {"method": "draft_model", "model": llama, "num_speculative_tokens": 2}
+    options: dict[str, Any] = changes.pop("kv_transfer_config", {})
+    config = engine_config(llama, {**SETTINGS, **settings}, speculative_config=drafts, **options)
     for path, value in changes.items():
         part, name = path.split(".")
         setattr(getattr(config, part), name, value)

@@ -221,10 +221,12 @@ class BlockTags:
     Attributes:
         owned: by group and request id, all blocks of each request in the step.
         poisoned: blocks whose content must not be read any more.
+        cleared: blocks of draft layers for new tokens, which may have been poisoned.
     """
 
     owned: dict[tuple[int, str], frozenset[int]] = field(default_factory=dict)
     poisoned: tuple[int, ...] = ()
+    cleared: tuple[int, ...] = ()
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -24,13 +24,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.scheduling.rule import CompressionRule, PolicyDemand
 
 MIN_BUFFERS = 8  # ring buffers for last queries
 PART_SIZES = (16, 64)  # fewest and most tokens of a part, where vLLM's blocks are divided
+MAX_DRAFT_BLOCK = 256  # tokens; prefix hits end at such blocks
+PAGE_PADDING = 64  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,3 +295,72 @@ def dependent_on_compressed(spec: KVCacheSpec) -> KVCacheSpec:
 
 def _fields(spec: KVCacheSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in type(spec).__dataclass_fields__}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftAttentionSpec(FullAttentionSpec):
+    """Full attention of a draft model's layer, which is never compressed."""
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        """Returns the spec of a group of layers, whose specs must be equal."""
+        if any(spec != specs[0] for spec in specs[1:]):
+            raise AssertionError("all layers of a draft model must have the same spec")
+        return copy.deepcopy(specs[0])
+
+
+def with_draft_layers(
+    specs: Mapping[str, KVCacheSpec], drafts: Collection[str]
+) -> dict[str, KVCacheSpec]:
+    """Returns the specs of all layers, such that draft layers get blocks that no event frees.
+
+    vLLM makes them the first cache group, whose block table it hands to draft models. All groups
+    take blocks of one size, that of all compressed layers, so one block of theirs holds the tokens
+    of several: as many as fit, within `MAX_DRAFT_BLOCK`.
+
+    Args:
+        specs: by name of all layers, those of draft layers as if they were compressed.
+        drafts: names of the draft layers.
+
+    Raises:
+        UnsupportedError: layers of either model do not have one and the same cache, or the draft
+            model's is larger than the model's.
+    """
+    if not drafts:
+        return dict(specs)
+    others = {name: spec for name, spec in specs.items() if name not in drafts}
+    target = _only_spec(others.values(), "the model")
+    draft = _only_spec([specs[name] for name in drafts], "the draft model")
+    room, needed = len(others) * target.page_size_bytes, len(drafts) * draft.page_size_bytes
+    if needed > room:
+        raise UnsupportedError(
+            f"the draft model's cache takes {needed} bytes per {draft.block_size} tokens: expected "
+            f"at most the {room} of the model's; choose a smaller draft model, or ngram."
+        )
+    factor = 1
+    while 2 * factor * needed <= room and 2 * factor * draft.block_size <= MAX_DRAFT_BLOCK:
+        factor *= 2
+    fields = {name: getattr(draft, name) for name in FullAttentionSpec.__dataclass_fields__}
+    fields["block_size"] = factor * draft.block_size
+    spec = DraftAttentionSpec(**fields)
+    if spec.page_size_bytes == target.page_size_bytes and len(drafts) != len(others):
+        # Where all pages have one size, vLLM divides layers into groups of equally many.
+        fields["page_size_padded"] = spec.page_size_bytes + PAGE_PADDING
+        spec = DraftAttentionSpec(**fields)
+    return dict.fromkeys(sorted(drafts), spec) | others
+
+
+def _only_spec(specs: Collection[KVCacheSpec], owner: str) -> CompressedAttentionSpec:
+    """Returns the spec that all layers of a model beside or with a draft model have.
+
+    Raises:
+        UnsupportedError: they have several, or are not of plain full attention.
+    """
+    first, *others = specs
+    if isinstance(first, CompressedAttentionSpec) and all(each == first for each in others):
+        return first
+    kinds = ", ".join(sorted({type(each).__name__ for each in specs}))
+    raise UnsupportedError(
+        f"drafts of a model: expected layers of full attention with one size of cache in {owner}, "
+        f"found several kinds or sizes ({kinds}); use ngram, or serve without --kv-policy."
+    )

@@ -40,6 +40,7 @@ from vllm_kvcompress.vllm_plugin.spec import (
     DependentChunkedLocalSpec,
     DependentMambaSpec,
     DependentSlidingWindowSpec,
+    DraftAttentionSpec,
 )
 
 if TYPE_CHECKING:
@@ -136,6 +137,13 @@ class DependentMambaManager(LimitedCaching, MambaManager):
         self.table.recurrent[key] = block
         if former is not None:  # of a state that ended within the context
             self.block_pool.free_blocks(self.states.kept.release([former]))
+
+
+class DraftBlockManager(LimitedCaching, FullAttentionManager):
+    """Blocks of draft layers beside a model that has compressed layers; events free none of them.
+
+    They are cached as far as the model's are, since a prefix hit needs both.
+    """
 
 
 class CompressedBlockManager(LimitedCaching, FullAttentionManager):
@@ -535,5 +543,6 @@ for spec, manager, base in (
     (DependentSlidingWindowSpec, DependentSlidingWindowManager, SlidingWindowSpec),
     (DependentChunkedLocalSpec, DependentChunkedLocalManager, ChunkedLocalAttentionSpec),
     (DependentMambaSpec, DependentMambaManager, MambaSpec),
+    (DraftAttentionSpec, DraftBlockManager, DraftAttentionSpec),
 ):
     KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=base)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan, kernel_blocks
+from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import DraftBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptStates
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable, block_ids
 
@@ -111,6 +112,8 @@ class SchedulerChecks:
 
     def __init__(self, table: RequestTable, kept: KeptStates) -> None:
         self._table = table
+        managers = table.all_managers
+        self._draft_managers = [each for each in managers if isinstance(each, DraftBlockManager)]
         self._kept = kept
         self._unreadable: set[int] = set()
 
@@ -126,8 +129,12 @@ class SchedulerChecks:
         They are numbered as attention kernels see them (`kernel_blocks`).
         """
         owned, unwritten, split = {}, set(_event_blocks(plan)), self._table.spec.split
+        cleared: set[int] = set()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             start = requests[request_id].num_computed_tokens - num_tokens
+            for manager in self._draft_managers:
+                blocks = manager.req_to_blocks.get(request_id) or []
+                cleared.update(block_ids(blocks[ceil_div(start, manager.block_size) :]))
             for manager in self._table.managers:
                 group = manager.kv_cache_group_id
                 blocks = manager.req_to_blocks.get(request_id) or []
@@ -139,7 +146,7 @@ class SchedulerChecks:
         unreadable = set(kernel_blocks(self._find_unreadable(), split))
         poisoned = unwritten | (unreadable - self._unreadable)
         self._unreadable = unreadable
-        return BlockTags(owned, tuple(sorted(poisoned)))
+        return BlockTags(owned, tuple(sorted(poisoned)), tuple(sorted(cleared)))
 
     def _find_unreadable(self) -> Iterator[int]:
         """Yields blocks that no request holds and that no cached prefix or kept state has.

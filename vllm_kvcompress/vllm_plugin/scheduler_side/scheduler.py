@@ -33,6 +33,7 @@ from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     CompressedBlockManager,
+    DraftBlockManager,
     LimitedCaching,
 )
 from vllm_kvcompress.vllm_plugin.scheduler_side.canary import CHUNK_TOKENS, Canary
@@ -189,6 +190,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         settings, rule, length = self.spec.settings, self.spec.rule, self.max_model_len
         num_blocks = ceil_div(length, rule.allocated_size)
         pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        drafts = [each for each in managers if isinstance(each, DraftBlockManager)]
+        num_beside = sum(ceil_div(length, each.block_size) for each in drafts)
         if settings.read is not None:
             logger.info("Decode steps read a part of what is held (--kv-read %s).", settings.read)
         if settings.draft is not None:
@@ -204,8 +208,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 num_blocks,
                 rule.admission_blocks(length),
                 pool_blocks,
-                rule.concurrency(length, pool_blocks),
-                pool_blocks / num_blocks,
+                pool_blocks / (pool_blocks / rule.concurrency(length, pool_blocks) + num_beside),
+                pool_blocks / (num_blocks + num_beside),
             )
         assert self.table is not None
         how = self.table.conversations(settings)

@@ -797,6 +797,12 @@ def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     return [context[name] for name in layer_names]
 
 
+def draft_layers(model_runner: Any) -> set[str]:
+    """Returns names of the attention layers that a draft model has of its own."""
+    drafter = getattr(model_runner, "drafter", None)
+    return set(getattr(drafter, "_draft_attn_layer_names", ()))
+
+
 def has_indexer(model: Any) -> bool:
     """Whether a model's MLA layers read only the tokens that an indexer of theirs chooses."""
     return hasattr(model.hf_text_config, "index_topk")

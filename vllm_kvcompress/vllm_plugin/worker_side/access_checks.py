@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,11 +28,12 @@ class WorkerChecks:
         self._tags = BlockTags()
         self._are_ours = False
 
-    def begin_step(self, plan: StepPlan, pools: Iterable[PagePool]) -> None:
+    def begin_step(self, plan: StepPlan, pools: Sequence[PagePool]) -> None:
         """Takes the owner of every block, and poisons the blocks that no request may read.
 
         Keys become NaN. Values (and keys that are values, too) become large, since vLLM's kernels
-        multiply those behind a request's last token by 0.
+        multiply those behind a request's last token by 0. Blocks of draft layers become 0, since
+        their values may lie where a key is poisoned.
         """
         self._tags = plan.tags or BlockTags()
         # vLLM's dummy requests, which warm up its kernels, have no plan.
@@ -47,6 +48,9 @@ class WorkerChecks:
             )
             shape = (len(pages), pool.block_size, -1)
             pool.write(pages, *(row.view(pool.pages.dtype).expand(shape) for row in rows))
+        for pool in pools if self._tags.cleared else ():
+            blocks = torch.tensor(self._tags.cleared, device=pool.device)
+            pool.pages.index_fill_(0, pool.fresh_pages(blocks), 0)
 
     def check(
         self,

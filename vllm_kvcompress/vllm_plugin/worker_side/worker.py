@@ -10,7 +10,11 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvcompress.vllm_plugin.spec import dependent_on_compressed, unwrap_equal_specs
+from vllm_kvcompress.vllm_plugin.spec import (
+    dependent_on_compressed,
+    unwrap_equal_specs,
+    with_draft_layers,
+)
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
@@ -57,10 +61,11 @@ class CompressionWorker(CompressingWorker, Worker):
         """Has vLLM choose its own attention backend, where nothing is ever compressed."""
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Returns the cache specs of all layers; Mamba layers have no backend that marks theirs."""
+        """Returns the cache specs of all layers; backends mark neither Mamba nor draft layers."""
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         if self.compression is None:
             return specs
+        specs = with_draft_layers(specs, compat.draft_layers(self.model_runner))
         return {name: dependent_on_compressed(spec) for name, spec in specs.items()}
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

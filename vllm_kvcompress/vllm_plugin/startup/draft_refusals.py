@@ -1,0 +1,50 @@
+"""Refuses what does not work beside a draft model; says why, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm.config import VllmConfig
+
+from vllm_kvcompress.config import Settings
+
+METHOD = "draft_model"
+_REMEDY = "or use --speculative-config with ngram"
+
+
+def reasons_against_draft_model(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a refusal for everything that does not work with a draft model.
+
+    `spec.with_draft_layers` checks what only the loaded layers say.
+    """
+    speculation, parallel = config.speculative_config, config.parallel_config
+    if speculation is None or speculation.method != METHOD:
+        return
+    if config.device_config.device_type != "cpu":
+        yield (
+            "a draft model on a GPU: vLLM chooses an attention backend of its own for it, whose "
+            "blocks need not lie as compressed ones do; use --speculative-config with ngram."
+        )
+    if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size) > 1:
+        yield f"a draft model beside compression was run on one rank only; use one, {_REMEDY}."
+    if speculation.draft_model_config.use_mla:
+        yield f"the draft model has MLA layers, of which no kernel drafts; use another, {_REMEDY}."
+    if speculation.parallel_drafting:
+        yield (
+            "parallel_drafting writes masked tokens behind a request, which was not run beside "
+            f"compression; leave it out, {_REMEDY}."
+        )
+    if config.kv_transfer_config is not None:
+        yield (
+            "--kv-transfer-config with a draft model: connectors would load blocks of two sizes; "
+            f"remove one of the two, {_REMEDY}."
+        )
+    for option, given in (
+        ("--kv-reuse-contexts", settings.reuse_contexts),
+        ("--kv-reuse-conversations", settings.conversations),
+    ):
+        if given:
+            yield (
+                f"{option} with a draft model, which would have to read again what a kept state "
+                f"stands for; leave it out, {_REMEDY}."
+            )
