@@ -119,8 +119,9 @@ HEAD = """# Models
 
 {summary}
 
-A class is *served* when its tiny random model, started as `serve` starts it, gives stock vLLM's
-tokens and log-probabilities at a budget of 1.0, and at 0.25 frees blocks after stock's first token.
+A class is *served* when its tiny random model, started on a CPU as `serve` starts it, gives stock
+vLLM's tokens and log-probabilities at a budget of 1.0, and at 0.25 frees blocks after stock's first
+token.
 `vllm-kvcompress doctor MODEL --kv-policy snapkv` says the same of a model's own `config.json`: it
 builds the layers without weights. `scripts/checks/model_matrix.py --write` makes this page.
 
