@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
@@ -31,6 +34,27 @@ def first_layer(target: str, model_directory: Path) -> str:
     """The same model without its later layers."""
     directory = model_directory / "first-layer"
     AutoModelForCausalLM.from_pretrained(target, num_hidden_layers=1).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def eagle(target: str, model_directory: Path) -> str:
+    """An EAGLE head of a layer, which passes on what it reads: the hidden state before its token.
+
+    So it guesses that tokens come again.
+    """
+    directory = model_directory / "eagle"
+    directory.mkdir()
+    config = json.loads((Path(target) / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = {
+        name.removeprefix("model."): weight * (0.02 if "o_proj" in name or "down" in name else 1)
+        for name, weight in load_file(Path(target) / "model.safetensors").items()
+        if ".layers.0." in name and "input_layernorm" not in name
+    }
+    size = config["hidden_size"]
+    weights["fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
+    save_file(weights, directory / "model.safetensors")
     return str(directory)
 
 
@@ -75,6 +99,21 @@ def test_prefix_hits_and_preemption(target: str, first_layer: str, run_engine: R
     assert report["preemptions"] > 0
     assert report["outputs"]["second"]["cached"] == 640  # in blocks of 64 tokens
     assert report["drafts"][1] > 0
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
+def test_outputs_with_eagle_are_those_without(target: str, eagle: str, run_engine: Run) -> None:
+    """Its layers read hidden states, which depend on events; prefix hits are of both models."""
+    phases = [requests()[:2], [request("second", prompt(700, 0)[:650] + prompt(90, seed=2), 40)]]
+    given = {"settings": settings("chunk:128,decode:20"), "probes": [NOTED], "environment": CHECKED}
+    plain = run_engine(target, phases, **given)
+    drafts = {**draft_model(eagle), "method": "eagle"}
+    report = run_engine(target, phases, speculative_config=drafts, **given)
+    drafted, accepted = report["drafts"]
+    assert 0 < accepted < drafted
+    assert sorted(report["positions"]) == sorted(plain["positions"])
     assert report["free_at_end"] == report["num_blocks"] - 1
     for name, expected in plain["outputs"].items():
         assert report["outputs"][name]["tokens"] == expected["tokens"], name

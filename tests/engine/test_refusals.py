@@ -204,14 +204,14 @@ def test_connectors_of_other_packages_have_to_be_made_of_one_that_is_served(llam
         ({}, {}, None),
         (
             {},
-            {"speculative_config.method": "eagle"},
-            "with eagle: its draft layers.*use a draft model, or.*ngram or",
+            {"speculative_config.method": "eagle3"},
+            "with eagle3 was not run.*use draft_model or eagle or ngram or",
         ),
         ({}, {"scheduler_config.async_scheduling": True}, "drafts.*add --no-async-scheduling"),
         ({"trigger": "pressure:0.5"}, {}, "--kv-trigger pressure.*oldest of the queries.*decode:N"),
         ({"read": "quest:0.25"}, {}, "--kv-read.*one query of a request.*remove one of the two"),
     ],
-    ids=["ngram", "eagle", "asynchronous", "pressure", "read"],
+    ids=["ngram", "eagle3", "asynchronous", "pressure", "read"],
 )
 def test_speculative_methods_and_triggers_beside_them_are_checked(
     llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from vllm_kvcompress.config import Settings
 
-METHOD = "draft_model"
+METHODS = ("draft_model", "eagle")
 _REMEDY = "or use --speculative-config with ngram"
 
 
@@ -18,7 +18,7 @@ def reasons_against_draft_model(config: VllmConfig, settings: Settings) -> Itera
     `spec.with_draft_layers` checks what only the loaded layers say.
     """
     speculation, parallel = config.speculative_config, config.parallel_config
-    if speculation is None or speculation.method != METHOD:
+    if speculation is None or speculation.method not in METHODS:
         return
     if config.device_config.device_type != "cpu":
         yield (

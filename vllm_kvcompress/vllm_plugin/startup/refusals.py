@@ -20,7 +20,7 @@ from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
     reasons_against_connector,
     reasons_against_names,
 )
-from vllm_kvcompress.vllm_plugin.startup.draft_refusals import METHOD as DRAFT_MODEL
+from vllm_kvcompress.vllm_plugin.startup.draft_refusals import METHODS as METHODS_WITH_LAYERS
 from vllm_kvcompress.vllm_plugin.startup.draft_refusals import reasons_against_draft_model
 from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
@@ -315,11 +315,10 @@ def _reasons_of_speculation(config: VllmConfig, settings: Settings) -> Iterator[
     speculation = config.speculative_config
     if speculation is None:
         return
-    if speculation.method not in (DRAFT_MODEL, *_METHODS_WITHOUT_LAYERS):
+    if speculation.method not in (*METHODS_WITH_LAYERS, *_METHODS_WITHOUT_LAYERS):
         yield (
-            f"speculative decoding with {speculation.method}: its draft layers read the model's "
-            "hidden states, which was not run beside compression; use a draft model, or a method "
-            f"without layers, {' or '.join(_METHODS_WITHOUT_LAYERS)}, {_OFF}."
+            f"speculative decoding with {speculation.method} was not run beside compression; use "
+            f"{' or '.join((*METHODS_WITH_LAYERS, *_METHODS_WITHOUT_LAYERS))}, {_OFF}."
         )
     if config.scheduler_config.async_scheduling:
         yield (
