@@ -93,6 +93,28 @@ def test_off_and_at_budget_1_hits_are_those_of_stock(
             assert outputs[name]["cached"] == expected["cached"]
 
 
+def test_prompts_that_an_engine_reads_at_its_start_are_not_stored(
+    llama: str, run_engine: Run, connect: Connect, tmp_path: Path
+) -> None:
+    """It measures heads, and compiles what a canary needs, before the connector has any request."""
+    connector, settings = connect("ExampleConnector"), {"policy": "auto", "budget": 0.25}
+    report = run_engine(
+        llama,
+        twice(),
+        settings={**settings, "shadow": 1.0, "min_answer_tokens": 0},
+        kv_transfer_config=connector,
+        calls=[[1, *RESET]],
+        probes=["tests.engine.test_measured_heads:watch_heads"],
+        environment={"VLLM_CACHE_ROOT": str(tmp_path / "cache")},
+    )
+    assert report["measured"] == 1
+    assert report["outputs"]["loads"]["cached"] > 0
+    stock = connect("ExampleConnector")
+    run_engine(llama, twice(), kv_transfer_config=stock, calls=[[1, *RESET]])
+    assert copies(connector) == copies(stock)
+    assert copies(stock)["files"]
+
+
 @pytest.mark.parametrize("kind", CONNECTORS)
 def test_loaded_prompts_keep_what_a_prefix_cache_hit_keeps(
     llama: str, run_engine: Run, connect: Connect, kind: str

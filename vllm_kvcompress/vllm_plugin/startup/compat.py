@@ -10,7 +10,8 @@ import inspect
 import json
 import signal
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from importlib.metadata import Distribution
@@ -685,9 +686,26 @@ def read_prompt(
     step.num_scheduled_tokens = {request_id: len(tokens)}
     step.total_num_scheduled_tokens = len(tokens)
     last.finished_req_ids = {request_id}
-    worker.execute_model(step)
-    worker.sample_tokens(None)
-    worker.execute_model(last)
+    with _no_connector(worker.model_runner):
+        worker.execute_model(step)
+        worker.sample_tokens(None)
+        worker.execute_model(last)
+
+
+@contextmanager
+def _no_connector(model_runner: Any) -> Iterator[None]:
+    """Hides a KV connector from steps for which it has no metadata, as vLLM's runner V2 does."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    agent = kv_transfer_state._KV_CONNECTOR_AGENT
+    switch = getattr(getattr(model_runner, "kv_connector", None), "set_disabled", lambda _: None)
+    switch(True)
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
+    try:
+        yield
+    finally:
+        switch(False)
+        kv_transfer_state._KV_CONNECTOR_AGENT = agent
 
 
 def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> list[str]:
