@@ -614,10 +614,10 @@ class Settings(Options):
         text = f"{self.budget:g} of each prompt"
         if not isinstance(self.budget, float):
             text = f"{self.budget} tokens per KV head"
+        elif self.budget == DEFAULT_BUDGET and self.promised_loss is None:
+            text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
         for least, budget in self.longer_budgets.items():
             text += f", {budget:g} from {least} tokens on"
-        if self.budget == DEFAULT_BUDGET and self.promised_loss is None:
-            text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
         if self.ceiling is not None:
             text += f" and never more than {self.ceiling} tokens per KV head"
         if self.promised_loss is not None:
