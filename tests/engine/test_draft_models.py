@@ -63,6 +63,16 @@ def draft_model(path: str, number: int = 3) -> dict[str, Any]:
     return {"method": "draft_model", "model": path, "num_speculative_tokens": number}
 
 
+def check_drafted(report: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Checks that some drafts were rejected, and that all else is as without drafts."""
+    drafted, accepted = report["drafts"]
+    assert 0 < accepted < drafted
+    assert sorted(report["positions"]) == sorted(plain["positions"])
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
 def test_outputs_with_a_draft_model_are_those_without(
     target: str, first_layer: str, run_engine: Run
 ) -> None:
@@ -71,12 +81,7 @@ def test_outputs_with_a_draft_model_are_those_without(
     plain = run_engine(target, [requests()], **given)
     for path in (target, first_layer):
         report = run_engine(target, [requests()], speculative_config=draft_model(path), **given)
-        drafted, accepted = report["drafts"]
-        assert 0 < accepted < drafted
-        assert sorted(report["positions"]) == sorted(plain["positions"])
-        assert report["free_at_end"] == report["num_blocks"] - 1
-        for name, expected in plain["outputs"].items():
-            assert report["outputs"][name]["tokens"] == expected["tokens"], name
+        check_drafted(report, plain)
 
 
 def test_prefix_hits_and_preemption(target: str, first_layer: str, run_engine: Run) -> None:
@@ -111,12 +116,7 @@ def test_outputs_with_eagle_are_those_without(target: str, eagle: str, run_engin
     plain = run_engine(target, phases, **given)
     drafts = {**draft_model(eagle), "method": "eagle"}
     report = run_engine(target, phases, speculative_config=drafts, **given)
-    drafted, accepted = report["drafts"]
-    assert 0 < accepted < drafted
-    assert sorted(report["positions"]) == sorted(plain["positions"])
-    assert report["free_at_end"] == report["num_blocks"] - 1
-    for name, expected in plain["outputs"].items():
-        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+    check_drafted(report, plain)
 
 
 def test_uncompressed_requests_accept_what_stock_vllm_does(
