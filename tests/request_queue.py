@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from tests.tiny_models import prompt
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies

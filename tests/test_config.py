@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.config import (
-    AUTO_MIN_ANSWER_TOKENS,
-    DEFAULT_MIN_TOKENS,
+from vllm_kvcompress.config.auto import (
     DEFAULT_POLICY,
     PROFILED_FROM,
     PROFILED_POLICY,
     PROFILED_POLICY_BELOW,
-    Settings,
 )
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import AUTO_MIN_ANSWER_TOKENS, DEFAULT_MIN_TOKENS, Settings
+from vllm_kvcompress.config.texts import budget_text
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.budgets import parse_budget
@@ -251,12 +251,12 @@ def test_without_a_budget_half_is_kept_and_said_with_how_to_change_it(values: di
     settings = Settings.from_dict({"policy": "snapkv", **values})
     assert settings == Settings(policy="snapkv", budget=0.5)
     assert settings.to_dict()["budget"] == 0.5
-    assert settings.budget_text.startswith("0.5 of each prompt (the default; --kv-budget")
+    assert budget_text(settings).startswith("0.5 of each prompt (the default; --kv-budget")
 
 
 @pytest.mark.parametrize(("budget", "text"), [(0.25, "0.25 of each"), (512, "512 tokens per KV")])
 def test_a_chosen_budget_is_said_without_advice(budget: float | int, text: str) -> None:
-    said = Settings(policy="snapkv", budget=budget).budget_text
+    said = budget_text(Settings(policy="snapkv", budget=budget))
     assert said.startswith(text)
     assert "default" not in said
 
@@ -291,7 +291,7 @@ def test_rule_rounds_chunks_up_to_whole_blocks() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "vllm_kvcompress.config",
+        "vllm_kvcompress.config.settings",
         "vllm_kvcompress.metrics.stats",
         "vllm_kvcompress.metrics.prometheus",
     ],
@@ -320,17 +320,19 @@ def test_requests_may_choose_what_the_operator_allows() -> None:
     )
     assert settings.policies == ("adakv", "keydiff")
     assert Settings.from_dict(settings.to_dict()) == settings
-    assert settings.for_request(None, None) == settings
-    assert settings.for_request("adakv", 0.5).params == {"window_size": 16}
-    other = settings.for_request("keydiff", 0.1)
+    assert settings.for_request(RequestOptions()) == settings
+    assert settings.for_request(RequestOptions(policy="adakv", budget=0.5)).params == {
+        "window_size": 16
+    }
+    other = settings.for_request(RequestOptions(policy="keydiff", budget=0.1))
     assert (other.policy, other.budget, other.params) == ("keydiff", 0.1, {})
-    assert not settings.for_request("none", None).compresses
+    assert not settings.for_request(RequestOptions(policy="none")).compresses
     with pytest.raises(ConfigError, match="allows adakv and keydiff and none; choose one"):
-        settings.for_request("snapkv", None)
+        settings.for_request(RequestOptions(policy="snapkv"))
     with pytest.raises(ConfigError, match=r"kv_budget 0\.51: this server allows 0\.1 to 0\.5"):
-        settings.for_request(None, 0.51)
+        settings.for_request(RequestOptions(budget=0.51))
     with pytest.raises(ConfigError, match=r"kv_budget 0\.3: this server lets no request choose"):
-        limited(request_policies=["none"]).for_request("none", 0.3)
+        limited(request_policies=["none"]).for_request(RequestOptions(policy="none", budget=0.3))
 
 
 @pytest.mark.parametrize(
@@ -381,9 +383,9 @@ def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
         assert settings.policy == default
         assert settings.request_policies == ("snapkv", default)
         other = Settings(policy="keydiff", request_policies=("auto",), **more)
-        assert other.for_request("auto", None).policy == default
+        assert other.for_request(RequestOptions(policy="auto")).policy == default
         with pytest.raises(ConfigError, match=rf'policy "{re.escape(default)}": this server allow'):
-            Settings(policy="snapkv", **more).for_request("auto", None)
+            Settings(policy="snapkv", **more).for_request(RequestOptions(policy="auto"))
     assert resolve("auto").name == DEFAULT_POLICY
 
 
@@ -410,7 +412,7 @@ def test_auto_with_measured_heads_depends_on_the_budget(budget: float | int, pol
 def test_a_request_for_auto_has_the_policy_and_file_of_the_servers_auto(budget: float) -> None:
     more: dict[str, Any] = {"profile": "heads.json", "measure_heads": False, "budget": budget}
     settings = Settings(policy="auto", request_policies=("auto",), **more)
-    asked = settings.for_request("auto", None)
+    asked = settings.for_request(RequestOptions(policy="auto"))
     assert (asked.policy, asked.profile) == (settings.policy, "heads.json")
 
 
@@ -419,8 +421,8 @@ def test_auto_alone_leaves_prompts_of_short_answers_whole() -> None:
     assert Settings(policy="auto", min_answer_tokens=0).min_answer_tokens == 0
     assert Settings(policy="spans").min_answer_tokens == 0
     asked = Settings(policy="auto", request_policies=("snapkv",))
-    assert asked.for_request("snapkv", None).min_answer_tokens == 0
-    assert asked.for_request(None, None).min_answer_tokens == 64
+    assert asked.for_request(RequestOptions(policy="snapkv")).min_answer_tokens == 0
+    assert asked.for_request(RequestOptions()).min_answer_tokens == 64
     assert Settings.from_dict(asked.to_dict()) == asked
 
 
@@ -447,8 +449,8 @@ def test_conversations_go_on_compressed_by_themselves_where_that_was_measured() 
         assert other.conversations == (None if asked == "off" else asked), others
     limits: dict[str, Any] = {"min_request_budget": 0.1, "max_request_budget": 0.5}
     requests = Settings(**base, request_policies=("adakv",), **limits)
-    assert not requests.for_request("adakv", None).continues_unasked
-    assert not requests.for_request(None, 0.1).continues_unasked
+    assert not requests.for_request(RequestOptions(policy="adakv")).continues_unasked
+    assert not requests.for_request(RequestOptions(budget=0.1)).continues_unasked
 
 
 def test_auto_reads_a_profile_of_its_own() -> None:
@@ -457,8 +459,8 @@ def test_auto_reads_a_profile_of_its_own() -> None:
     settings = Settings(policy="auto", request_policies=("auto", "snapkv"), **more)
     assert settings.policy == PROFILED_POLICY
     assert settings.request_policies == (PROFILED_POLICY, "snapkv")
-    assert settings.for_request("auto", None).profile == "heads.json"
+    assert settings.for_request(RequestOptions(policy="auto")).profile == "heads.json"
     other = Settings(policy="headkv", request_policies=("auto",), **more)
-    assert other.for_request("auto", None).policy == DEFAULT_POLICY
-    assert other.for_request("auto", None).profile is None
+    assert other.for_request(RequestOptions(policy="auto")).policy == DEFAULT_POLICY
+    assert other.for_request(RequestOptions(policy="auto")).profile is None
     assert Settings.from_dict(settings.to_dict()) == settings

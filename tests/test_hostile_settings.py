@@ -14,7 +14,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.cli import serve
-from vllm_kvcompress.config import RequestOptions, Settings
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.settings import REQUEST_RATE, PromptSettings

@@ -10,7 +10,8 @@ import pytest
 
 from option_tables import PAGE, with_tables
 from vllm_kvcompress.cli import serve
-from vllm_kvcompress.config import RequestOptions, Settings
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import Options
 from vllm_kvcompress.prompts.settings import PromptRequestOptions, PromptSettings

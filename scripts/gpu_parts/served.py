@@ -64,7 +64,8 @@ def serve_options(
 def _request(model: str, settings: dict[str, Any] | None) -> Any:
     from vllm_kvcompress.cli import serve
     from vllm_kvcompress.cli.vllm_command import ServeRequest
-    from vllm_kvcompress.config import NO_POLICY, Settings
+    from vllm_kvcompress.config.auto import NO_POLICY
+    from vllm_kvcompress.config.settings import Settings
 
     if settings is not None and settings["policy"] == NO_POLICY:
         return ServeRequest(Settings.from_dict(settings), [model])

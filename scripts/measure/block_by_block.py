@@ -23,7 +23,8 @@ from torch import Tensor
 from offline.blockwise import BlockwiseModel
 from offline.dense import BLOCK_SIZE
 from offline.rows import append_rows, read_rows
-from vllm_kvcompress.config import NO_POLICY, Settings
+from vllm_kvcompress.config.auto import NO_POLICY
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.registry import reads_profile
 from vllm_kvcompress.scheduling.rule import PolicyDemand

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_kvcompress.config import RequestOptions, Settings
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.options import Options, flag_details, help_text
 from vllm_kvcompress.prompts.settings import PromptRequestOptions, PromptSettings
 

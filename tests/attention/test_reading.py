@@ -18,7 +18,7 @@ from vllm_kvcompress.attention.reading import SparseReads, summary_kind
 from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.page_choice import (

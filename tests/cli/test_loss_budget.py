@@ -11,7 +11,8 @@ from tests.calibration.test_record import MODEL, POLICY, by_length, calibration
 from vllm_kvcompress.cli import bench, serve
 from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli.main import _parser
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.budgets import parse_budget, parse_loss
 from vllm_kvcompress.tools.calibration.record import conditions_of
@@ -55,7 +56,7 @@ def test_engines_take_no_budget_by_loss() -> None:
 def test_serve_takes_the_smallest_budget_that_keeps_the_promise(file: str) -> None:
     settings = served("--kv-budget", "loss:0.05", "--kv-calibration", file)
     assert (settings.budget, settings.promised_loss, settings.min_tokens) == (0.5, 0.05, 512)
-    assert f"promised to lose at most 0.05 nats per token, by {file}" in settings.start_lines()[0]
+    assert f"promised to lose at most 0.05 nats per token, by {file}" in start_lines(settings)[0]
     assert Settings.from_dict(settings.to_dict()) == settings
     more = ("--kv-budget", "loss:0.2", "--kv-calibration", file, "--kv-min-tokens", "64")
     settings = served(*more)
@@ -73,7 +74,7 @@ def test_longer_prompts_have_budgets_of_their_own(tmp_path: Path) -> None:
     assert (settings.budget, settings.min_tokens) == (0.5, 1024)
     assert settings.longer_budgets == {2048: 1.0, 4096: 0.25}
     assert Settings.from_dict(settings.to_dict()) == settings
-    line = settings.start_lines()[0]
+    line = start_lines(settings)[0]
     assert "budget 0.5 of each prompt, 1 from 2048 tokens on, 0.25 from 4096 tokens on (" in line
     arguments = ["eval", MODEL, "--tasks", "text/prose", "--policies", POLICY, "--out", "x"]
     arguments += ["--budgets", "loss:0.1", "--kv-calibration", str(path)]
@@ -106,7 +107,7 @@ def test_a_promise_that_no_budget_keeps_leaves_all_whole_and_says_so(file: str) 
     settings = served(*more)
     assert settings.budget == 1.0
     assert not settings.compresses
-    warning = settings.start_lines()[1]
+    warning = start_lines(settings)[1]
     assert warning.startswith("WARNING: no budget below 1.0 is sure to lose at most 0.001 nats")
 
 

@@ -15,7 +15,8 @@ from tests.cli.server_process import plain_arguments
 from vllm_kvcompress.cli import serve
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.vllm_command import ServeRequest
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.model_releases import SMOLLM2
 
@@ -90,7 +91,7 @@ def test_policy_alone_serves_with_the_default_budget(tmp_path: Path, source: str
     request = sorted_out("m", *arguments)
     assert request.settings is not None
     assert request.settings.to_dict() == {"policy": "snapkv", "budget": 0.5, "trigger": "prompt"}
-    said = request.settings.start_lines()[0]
+    said = start_lines(request.settings)[0]
     assert "budget 0.5 of each prompt (the default; --kv-budget" in said
     assert "about 2 times fewer blocks" in said
 
@@ -98,17 +99,17 @@ def test_policy_alone_serves_with_the_default_budget(tmp_path: Path, source: str
 def test_start_says_where_measured_heads_come_from(tmp_path: Path) -> None:
     told = sorted_out("m", "--kv-policy", "auto", "--no-kv-measure-heads").settings
     assert told is not None
-    assert "measured heads would lose far less" in told.start_lines()[1]
+    assert "measured heads would lose far less" in start_lines(told)[1]
     now = sorted_out("m", "--kv-policy", "auto").settings
     assert now is not None
-    assert "heads are measured when the engine starts" in now.start_lines()[0]
+    assert "heads are measured when the engine starts" in start_lines(now)[0]
     shutil.copy(SMOLLM2.heads or "", tmp_path / "kv_heads.json")
     measured = sorted_out(str(tmp_path), "--kv-policy", "auto").settings
     others = sorted_out("m", "--kv-policy", "snapkv").settings
     for settings in (measured, others, now):
         assert settings is not None
-        assert len(settings.start_lines()) == 1
-    assert f"heads as measured in {tmp_path / 'kv_heads.json'}" in measured.start_lines()[0]
+        assert len(start_lines(settings)) == 1
+    assert f"heads as measured in {tmp_path / 'kv_heads.json'}" in start_lines(measured)[0]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -289,4 +290,4 @@ def test_settings_in_the_command_are_json(tmp_path: Path) -> None:
 )
 def test_start_line_says_which_requests_read_in_part(prefill: int, who: str) -> None:
     read = f"longcache:top=4,prefill={prefill}"
-    assert Settings(policy="none", read=read).start_lines()[0].endswith(f"; {who} read {read}")
+    assert start_lines(Settings(policy="none", read=read))[0].endswith(f"; {who} read {read}")

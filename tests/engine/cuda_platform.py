@@ -24,7 +24,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.engine.test_refusals import SETTINGS, engine_config
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler  # noqa: F401  (before CUDA)
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec

@@ -64,7 +64,7 @@ def build_engine(scenario: dict[str, Any]) -> Any:
             **arguments,
         }
     if (scenario.get("settings") or {}).get("draft"):
-        from vllm_kvcompress.config import Settings
+        from vllm_kvcompress.config.settings import Settings
         from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
         given = plugin_options(Settings.from_dict(scenario["settings"]))

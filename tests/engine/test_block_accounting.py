@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.tools import capacity
 
 BLOCK = 32

@@ -10,7 +10,8 @@ from vllm import SamplingParams
 
 from tests.engine.conftest import Run, alone, check_as_alone, request
 from tests.tiny_models import prompt
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import PageShape
@@ -271,7 +272,7 @@ def test_auto_takes_the_policy_for_tokens_and_leaves_prompts_whole() -> None:
     settings = Settings.from_dict({"policy": "auto", "ceiling": 1024})
     assert (settings.policy, settings.budget) == ("spans+headkv", 1.0)
     assert Settings.from_dict(settings.to_dict()) == settings
-    assert "never more than 1024 tokens per KV head" in settings.start_lines()[0]
+    assert "never more than 1024 tokens per KV head" in start_lines(settings)[0]
     with_budget = Settings.from_dict({"policy": "auto", "ceiling": 1024, "budget": 0.5})
     assert with_budget.policy == "spans+headkv"
     assert with_budget.budget == 0.5

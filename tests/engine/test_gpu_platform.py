@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.engine.test_refusals import MLA, SETTINGS, engine_config
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 from vllm_kvcompress.vllm_plugin.startup.registration import kernels_for, use_gpu_backend

@@ -15,7 +15,7 @@ from tests import failing_policy
 from tests.engine.conftest import Run, request
 from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.vllm_plugin.request_options import RequestCheck, request_options
 from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from tests.engine.conftest import Run, alone, check_as_alone, request
 from tests.engine.oracle import check_decoding, kept_positions
 from tests.tiny_models import prompt
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.request_options import RequestCheck

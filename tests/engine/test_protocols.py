@@ -9,7 +9,7 @@ import pytest
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 from vllm_kvcompress.cli.serve import parse_request
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.rounding import ceil_div
 
 BLOCK, HEADS, LAYERS, BUDGET = 32, 2, 3, 128

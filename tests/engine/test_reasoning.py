@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.conftest import Run, alone, check_as_alone, request
 from tests.engine.oracle import kept_positions
 from tests.tiny_models import prompt
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.scheduling.ledger import STEPS_UNTIL_KNOWN, RequestLedger

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests import tiny_models
 from tests.tiny_models import COMMON, FAMILIES
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.startup.compat import (

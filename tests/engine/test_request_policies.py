@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.vllm_plugin.request_options import RequestCheck
 from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 

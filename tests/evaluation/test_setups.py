@@ -12,12 +12,8 @@ import pytest
 from tests.cli.server_process import ROOT
 from tests.policies.cases import headkv_file
 from vllm_kvcompress.cli import eval as eval_command
-from vllm_kvcompress.config import (
-    DEFAULT_POLICY,
-    PROFILED_POLICY,
-    PROFILED_POLICY_BELOW,
-    Settings,
-)
+from vllm_kvcompress.config.auto import DEFAULT_POLICY, PROFILED_POLICY, PROFILED_POLICY_BELOW
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 
 MODEL = str(ROOT / "models" / "reference")

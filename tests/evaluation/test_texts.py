@@ -18,7 +18,7 @@ from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from tests.evaluation.test_eval import read
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.recommend import cheapest
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.triattention import write_statistics

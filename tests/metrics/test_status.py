@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge
 
 from vllm_kvcompress.compression.recent_events import NUM_EVENTS
-from vllm_kvcompress.config import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats

@@ -19,7 +19,8 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 
 from tests.prompts.test_shortener import LONG, SHORT, Scorer, settings
 from tests.prompts.trained import train
-from vllm_kvcompress.config import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.prompts.shortener import PromptShortener
@@ -243,6 +244,6 @@ def test_prompts_alone_leave_the_engine_to_vllm(monkeypatch: pytest.MonkeyPatch)
         assert ("kvcompress-status" in names) == page
     both = serve.parse_request([*options, "--kv-policy", "snapkv"])
     assert "--worker-cls" in launch.vllm_command(both)
-    assert "shortened to 0.5 of their tokens by c" in both.settings.start_lines()[0]
+    assert "shortened to 0.5 of their tokens by c" in start_lines(both.settings)[0]
     with pytest.raises(ConfigError, match="Ray Serve"):
         serve.run(Namespace(rest=[*options, "--print-vllm-command=ray"]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.scheduling.ledger import SKIP_NOTHING_TO_FREE, Decision, RequestLedger
 from vllm_kvcompress.scheduling.plan import kernel_blocks
 from vllm_kvcompress.scheduling.rule import CompressionRule, PolicyDemand

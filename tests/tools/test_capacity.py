@@ -10,7 +10,7 @@ from transformers import GemmaConfig
 
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.plan import size
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools import capacity
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_kvcompress.cli.main import main
-from vllm_kvcompress.config import MEASURED_HEADS, profile_beside
+from vllm_kvcompress.config.auto import MEASURED_HEADS, profile_beside
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.model_fetcher import WEIGHTS, fetch, weights_digest

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.server_process import OUR_SERVE, ROOT
 from vllm_kvcompress.cli import profile
-from vllm_kvcompress.config import profile_beside
+from vllm_kvcompress.config.auto import profile_beside
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.duoattention import DuoAttention

@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.vllm_plugin.scheduler_side.canary import MAX_PENDING_TOKENS, Canary
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.scheduler_side import block_manager  # noqa: F401  registers specs
 from vllm_kvcompress.vllm_plugin.spec import (

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from vllm_kvcompress.cli.eval import add_engine_option
 from vllm_kvcompress.cli.loss_budget import resolve_budget
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
 from vllm_kvcompress.tools.benchmark import report
@@ -98,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name}: measured before; another folder, or without {table}, measures it anew")
             print(table.read_text())
             continue
-        print(f"{name}: {Settings.from_dict(benchmark.effective_settings).start_lines()[0]}")
+        print(f"{name}: {start_lines(Settings.from_dict(benchmark.effective_settings))[0]}")
         print(f"{name}: {dtype_text(benchmark.shape.dtype)}", flush=True)
         result = measure(benchmark, arguments.out / "engines.log")
         written = report.write(benchmark, result, arguments.out)

@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm_kvcompress.cli.eval import add_engine_option, progress_bar
 from vllm_kvcompress.cli.loss_budget import default_file
-from vllm_kvcompress.config import AUTO, NO_POLICY, Settings, profile_beside
+from vllm_kvcompress.config.auto import AUTO, NO_POLICY, profile_beside
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
 from vllm_kvcompress.tools.calibration.bounds import CONFIDENCE

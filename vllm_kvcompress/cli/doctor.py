@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.config import (
+from vllm_kvcompress.config.settings import (
     PROMPTS_PLUGIN,
     PROTECT_PLUGIN,
     SETTINGS_KEY,
     STATUS_PLUGIN,
     Settings,
 )
+from vllm_kvcompress.config.texts import budget_text, heads_text
 from vllm_kvcompress.errors import ConfigError
 
 _ENTRY_POINTS = (
@@ -184,6 +185,6 @@ def _served(arguments: list[str]) -> Iterator[Finding]:
     if unchecked:
         yield Finding("layers", f"not checked: without weights building fails ({unchecked})")
     if request.settings is not None and request.settings.promised_loss is not None:
-        yield Finding("budget", request.settings.budget_text)
-    text = "" if request.settings is None else request.settings.heads_text
+        yield Finding("budget", budget_text(request.settings))
+    text = "" if request.settings is None else heads_text(request.settings)
     yield Finding("measured heads", text or "none")

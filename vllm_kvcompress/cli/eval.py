@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.cli.loss_budget import resolve_budget
-from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, Settings, profile_beside
+from vllm_kvcompress.config.auto import AUTO, DEFAULT_BUDGET, profile_beside
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags, json_or_text
 from vllm_kvcompress.scheduling.budgets import parse_budget, parse_loss

@@ -10,7 +10,8 @@ from typing import Any
 from vllm_kvcompress import __version__
 from vllm_kvcompress.cli.eval import add_engine_option
 from vllm_kvcompress.cli.vllm_command import read_request
-from vllm_kvcompress.config import AUTO, NO_POLICY, Settings
+from vllm_kvcompress.config.auto import AUTO, NO_POLICY
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
 from vllm_kvcompress.tools.files import check_writable, named, read_within, write_whole

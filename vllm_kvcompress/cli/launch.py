@@ -27,11 +27,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.cli.command_forms import RAY, Given, PlainCommand, native
 from vllm_kvcompress.cli.cpu_memory import take_free_memory
 from vllm_kvcompress.cli.vllm_command import ServeRequest
-from vllm_kvcompress.config import (
-    SETTINGS_KEY,
-    STATUS_PLUGIN,
-    Settings,
-)
+from vllm_kvcompress.config.settings import SETTINGS_KEY, STATUS_PLUGIN, Settings
+from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.capacity import CPU_BLOCK_SIZE
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
@@ -56,7 +53,7 @@ def run(request: ServeRequest) -> int:
         _print_command(plain_command(command, variables), request.form, request.settings)
         return 0
     os.environ.update(variables)
-    for line in request.settings.start_lines() if request.settings is not None else ():
+    for line in start_lines(request.settings) if request.settings is not None else ():
         _say(line)
     serve(command)
     return 0

@@ -7,7 +7,8 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.config import AUTO, NO_POLICY, PROFILED_FROM, Settings
+from vllm_kvcompress.config.auto import AUTO, NO_POLICY, PROFILED_FROM
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.budgets import parse_loss
 from vllm_kvcompress.tools.calibration.record import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.config import (
+from vllm_kvcompress.config.auto import (
     DEFAULT_POLICY,
     PROFILED_FROM,
     PROFILED_POLICY,

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from vllm_kvcompress.cli.eval import add_engine_option
-from vllm_kvcompress.config import AUTO, MEASURED_HEADS
+from vllm_kvcompress.config.auto import AUTO, MEASURED_HEADS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.files import check_writable, named
 

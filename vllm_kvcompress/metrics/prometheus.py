@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.metrics.stats import (
     AFTER_FIRST_TOKEN,
     AT_ONCE_FOR_BUFFERS,

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from vllm_kvcompress.config import MEASURING_PART
+from vllm_kvcompress.config.auto import MEASURING_PART
 from vllm_kvcompress.policies import Allocator, Modifier, Pipeline, Stages, parameter
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 from vllm_kvcompress.policies.parts import profiles

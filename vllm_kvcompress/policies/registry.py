@@ -19,7 +19,9 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, TypeVar
 
-from vllm_kvcompress.config import AUTO, MEASURING_PART, NO_POLICY, Settings, named_policy
+from vllm_kvcompress.config.auto import AUTO, MEASURING_PART, NO_POLICY, named_policy
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.parts.parameters import check_parameters
 from vllm_kvcompress.policies.pipeline import Pipeline
@@ -276,7 +278,7 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         return {NO_POLICY: resolve(_NEVER_RUN)}
     pipelines: dict[str, Pipeline] = {}
     for policy in settings.policies:
-        own = settings.for_request(policy, None)
+        own = settings.for_request(RequestOptions(policy=policy))
         profile = None if own.profile is None else Path(own.profile)
         pipeline = resolve(policy, own.params, profile, settings.measure_heads)
         if isinstance(own.budget, int):

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from vllm_kvcompress.cache.quantization import FP8_TYPES, TOKEN_SCALED_TYPES, row_bytes
 from vllm_kvcompress.cache.query_windows import window_blocks
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.policies.base import PageShape

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_kvcompress.config import AUTO, Settings
+from vllm_kvcompress.config.auto import AUTO
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.tools import capacity
 from vllm_kvcompress.tools.capacity import ModelShape
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_kvcompress.config import MEASURED_HEADS
+from vllm_kvcompress.config.auto import MEASURED_HEADS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.model_releases import SMOLLM2, Package, Release
 

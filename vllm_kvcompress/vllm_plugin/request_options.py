@@ -13,7 +13,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from vllm_kvcompress.config import RequestOptions, Settings
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.settings import REQUEST_RATE
 from vllm_kvcompress.scheduling.plan import Spans, num_in_spans
@@ -48,7 +49,7 @@ def check_allowed(options: RequestOptions, settings: Settings) -> None:
     Raises:
         ConfigError: it does not.
     """
-    chosen = settings.for_request(options.policy, options.budget, options.ceiling)
+    chosen = settings.for_request(options)
     settings.request_read_rule(options.read)
     if options.protect:
         check_protection(options.protect, chosen)

@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
@@ -102,7 +103,9 @@ class CompressedAttentionSpec(FullAttentionSpec):
         settings = self.settings
         bounds = (None, settings.min_request_budget, settings.max_request_budget)
         asked = [
-            settings.for_request(policy, budget, ceiling, num_tokens)
+            settings.for_request(
+                RequestOptions(policy=policy, budget=budget, ceiling=ceiling), num_tokens
+            )
             for policy in dict.fromkeys((settings.policy, *settings.request_policies))
             for budget in dict.fromkeys(bounds)
             for ceiling in dict.fromkeys((None, settings.min_request_ceiling))

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from vllm_kvcompress.config import AUTO, Settings, profile_beside
+from vllm_kvcompress.config.auto import AUTO, profile_beside
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.calibration.bounds import upper_bound
 from vllm_kvcompress.tools.files import read_within, write_whole

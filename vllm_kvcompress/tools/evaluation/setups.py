@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvcompress.config import NO_POLICY, Settings, named_policy
+from vllm_kvcompress.config.auto import NO_POLICY, named_policy
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import parse_budget

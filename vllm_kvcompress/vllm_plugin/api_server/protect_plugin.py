@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from vllm_kvcompress.config import PROTECT_PLUGIN, SETTINGS_KEY, RequestOptions, Settings
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import PROTECT_PLUGIN, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.roles import RoleTokens, find_role_tokens, joined
 from vllm_kvcompress.scheduling.plan import num_in_spans
@@ -112,8 +113,7 @@ class ProtectMiddleware(BodyMiddleware):
                 f"vllm_xargs {_PROTECT}: expected tokens of the prompt, which has {num_tokens}, "
                 f"found an end of {spans[-1][1]}."
             )
-        asked = (options.policy, options.budget, options.ceiling)
-        settings = self._settings.for_request(*asked, num_tokens=num_tokens)
+        settings = self._settings.for_request(options, num_tokens)
         rule = settings.rule(block_size, PolicyDemand())
         num_kept, number = rule.target_blocks(num_tokens, num_tokens), num_in_spans(*protected)
         is_due = rule.first_effective_position(num_tokens) is not None

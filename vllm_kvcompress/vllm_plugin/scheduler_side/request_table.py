@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_kvcompress.config import NO_POLICY, RequestOptions, Settings
+from vllm_kvcompress.config.auto import NO_POLICY
+from vllm_kvcompress.config.request import RequestOptions
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.scheduling.ledger import (
     SKIP_ONE_TOKEN,
     SKIP_SHORT_ANSWER,
@@ -225,9 +227,8 @@ class RequestTable:
             return
         options = _requested_options(request, self.spec.settings)
         num_tokens = compress_at = request.num_prompt_tokens
-        asked = (options.policy, options.budget, options.ceiling)
         length = min(options.context_tokens or num_tokens, num_tokens)
-        settings = self.spec.settings.for_request(*asked, num_tokens=length)
+        settings = self.spec.settings.for_request(options, length)
         rule = self.spec.rule_of(settings)
         protected = _protected_spans(options, settings, rule, request)
         reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))

@@ -12,7 +12,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from vllm_kvcompress.config import PROFILED_POLICY
+from vllm_kvcompress.config.auto import PROFILED_POLICY
+from vllm_kvcompress.config.texts import budget_text
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import (
     AFTER_FIRST_TOKEN,
@@ -201,7 +202,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             logger.info(
                 _CAPACITY,
                 settings.policy,
-                settings.budget_text,
+                budget_text(settings),
                 settings.trigger,
                 length,
                 rule.held_blocks(length),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_kvcompress.config import PROFILED_POLICY
+from vllm_kvcompress.config.auto import PROFILED_POLICY
 from vllm_kvcompress.metrics.stats import UNFINISHED
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import RequestLedger

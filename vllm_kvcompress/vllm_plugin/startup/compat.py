@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    from vllm_kvcompress.config import Settings
+    from vllm_kvcompress.config.settings import Settings
     from vllm_kvcompress.kernels.common.rotary import Rotary
 else:
     Scheduler = object
@@ -504,7 +504,7 @@ def build_engine(model: str, settings: dict[str, Any] | None, options: dict[str,
     """
     from vllm import LLM
 
-    from vllm_kvcompress.config import SETTINGS_KEY, Settings
+    from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
 
     answer_for_vllm()
     allow_amx()  # our worker sees to it, stock vLLM's does not

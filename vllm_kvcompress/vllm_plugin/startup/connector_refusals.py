@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
 
-    from vllm_kvcompress.config import Settings
+    from vllm_kvcompress.config.settings import Settings
 
 # Others are served if they are subclasses of one of these.
 SERVED = ("ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector")

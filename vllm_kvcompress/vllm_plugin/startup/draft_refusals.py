@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vllm.config import VllmConfig
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 
 METHODS = ("draft_model", "eagle")
 _REMEDY = "or use --speculative-config with ngram"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, num_sharing_layers
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vllm.config import VllmConfig
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from vllm.config import VllmConfig
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.startup import compat
 

@@ -17,7 +17,7 @@ from vllm_kvcompress.cache.quantization import (
     Quantization,
     TokenScaled,
 )
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.startup import compat
 

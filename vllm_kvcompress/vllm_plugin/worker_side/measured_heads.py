@@ -30,7 +30,7 @@ from vllm_kvcompress.compression.needles import (
 )
 from vllm_kvcompress.compression.query_means import QueryMeans
 from vllm_kvcompress.compression.repetitions import Repetitions
-from vllm_kvcompress.config import profile_beside
+from vllm_kvcompress.config.auto import profile_beside
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies.headkv import (
     Scores,

@@ -30,7 +30,7 @@ from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.recent_events import RecentEvents
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.compression.stopwatch import Stopwatch
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.kernels.value_norms import output_roots
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs, PageShape

@@ -7,19 +7,27 @@ every process as a plain dictionary. Imports neither torch nor vLLM.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from vllm_kvcompress.config.auto import (
+    AUTO,
+    DEFAULT_BUDGET,
+    DEFAULT_POLICY,
+    NO_POLICY,
+    PROFILED_FROM,
+    PROFILED_POLICY,
+    PROFILED_POLICY_BELOW,
+    named_policy,
+)
+from vllm_kvcompress.config.request import Fraction, RequestOptions
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_limits, option
 from vllm_kvcompress.prompts.roles import ROLES
 from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import Budget
-from vllm_kvcompress.scheduling.plan import Spans
 from vllm_kvcompress.scheduling.protocols import PAPER, common_protocol
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
 from vllm_kvcompress.scheduling.read_rule import ReadRule
@@ -32,41 +40,10 @@ SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML fi
 STATUS_PLUGIN = "kvcompress-status"  # adds the page at /kvcompress to the server
 PROMPTS_PLUGIN = "kvcompress-prompts"  # shortens the messages of chats
 PROTECT_PLUGIN = "kvcompress-protect"  # finds the tokens of chat roles
-NO_POLICY = "none"
-AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
-DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
-# What AUTO stands for where heads are measured, from this fraction on, and below it.
-PROFILED_POLICY, PROFILED_FROM, PROFILED_POLICY_BELOW = "attention+headkv", 0.25, "spans+headkv"
-MEASURING_PART = "headkv"  # of policies that an engine measures heads for
-MEASURED_HEADS = "kv_heads.json"  # in a model's folder, a profile of the kind `headkv`
-DEFAULT_BUDGET = 0.5  # fraction of each prompt; see docs/results/spans.md
-MAX_SPANS = 64  # that a request may protect
 AUTO_MIN_ANSWER_TOKENS = 64  # with AUTO; see docs/results/conversations.md
 DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/results/spans.md
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
 Ceiling = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-
-
-def named_policy(policy: str, has_heads: bool = False, budget: Budget = DEFAULT_BUDGET) -> str:
-    """Returns a policy's name; for `auto` the one it stands for.
-
-    With measured heads that is `attention+headkv` from a quarter of the prompt on. With a smaller
-    budget, or one in tokens, whose fraction depends on the prompt, it is `spans+headkv`, which also
-    keeps keys that no query has attended to (docs/results/spans.md).
-    """
-    if policy != AUTO:
-        return policy
-    if not has_heads:
-        return DEFAULT_POLICY
-    has_room = isinstance(budget, float) and budget >= PROFILED_FROM
-    return PROFILED_POLICY if has_room else PROFILED_POLICY_BELOW
-
-
-def profile_beside(model: str | Path) -> str | None:
-    """Returns the measured heads in a model's folder; None without any, or for a hub's name."""
-    path = Path(model) / MEASURED_HEADS
-    return str(path) if path.is_file() else None
 
 
 def _names(value: object) -> object:
@@ -75,32 +52,6 @@ def _names(value: object) -> object:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return value
     return tuple(name.strip() for name in names if name.strip())
-
-
-def _integer(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _spans(value: object) -> Spans:
-    """Parses [[0, 12], [40, 52]], or flat, as vLLM's server takes it: [0, 12, 40, 52]."""
-    bounds: list[Any] = []
-    for item in value if isinstance(value, list | tuple) else [value]:
-        bounds += item if isinstance(item, list | tuple) else [item]
-    bounds = list(map(_integer, bounds))
-    are_numbers = all(type(bound) is int and bound >= 0 for bound in bounds)
-    are_pairs = len(bounds) % 2 == 0 and len(bounds) <= 2 * MAX_SPANS
-    if not are_numbers or not are_pairs or not _are_spans(bounds):
-        raise ValueError(
-            f"expected starts and ends of up to {MAX_SPANS} spans of tokens, ascending and "
-            f"disjoint, such as [0, 120, 400, 520], found {value!r}."
-        )
-    return tuple(zip(bounds[::2], bounds[1::2], strict=True))
-
-
-def _are_spans(bounds: list[int]) -> bool:
-    """Whether every span has a token, and none begins within the one before."""
-    pairs = enumerate(pairwise(bounds))
-    return all(one < other + index % 2 for index, (one, other) in pairs)
 
 
 def _by_tokens(value: object) -> object:
@@ -113,10 +64,6 @@ def _by_tokens(value: object) -> object:
 def _switch(value: object) -> object:
     """Takes True as 1.0, and False as None."""
     return (1.0 if value else None) if isinstance(value, bool) else value
-
-
-def _boolean(value: object) -> object:
-    return bool(value) if isinstance(value, int) and value in (0, 1) else value
 
 
 class Settings(Options):
@@ -568,22 +515,20 @@ class Settings(Options):
         policies = dict.fromkeys((self.policy, *self.request_policies))
         return tuple(policy for policy in policies if policy != NO_POLICY)
 
-    def for_request(
-        self,
-        policy: str | None,
-        budget: float | None,
-        ceiling: int | None = None,
-        num_tokens: int = 0,
-    ) -> Self:
-        """The settings of a request that asks for a policy, a budget or a ceiling.
+    def for_request(self, options: RequestOptions, num_tokens: int = 0) -> Self:
+        """Returns the settings of a request that asks for a policy, a budget or a ceiling.
 
-        Without a budget it has that of the prompt tokens that are compressed (`longer_budgets`).
         The server's parameters and profile are those of its own policy. What a request asks for is
         done however short its answer may be.
+
+        Args:
+            options: of the request.
+            num_tokens: prompt tokens that are compressed, for `longer_budgets`.
 
         Raises:
             ConfigError: the server does not allow it.
         """
+        policy, budget, ceiling = options.policy, options.budget, options.ceiling
         changes: dict[str, Any] = {}
         if policy is not None or budget is not None:
             changes["min_answer_tokens"] = 0
@@ -607,69 +552,6 @@ class Settings(Options):
         if policy != self.policy:
             changes |= {"params": {}, "profile": None}
         return self.model_copy(update=changes)
-
-    @property
-    def budget_text(self) -> str:
-        """The budget and the ceiling in words; for the default also how to change it."""
-        text = f"{self.budget:g} of each prompt"
-        if not isinstance(self.budget, float):
-            text = f"{self.budget} tokens per KV head"
-        elif self.budget == DEFAULT_BUDGET and self.promised_loss is None:
-            text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
-        for least, budget in self.longer_budgets.items():
-            text += f", {budget:g} from {least} tokens on"
-        if self.ceiling is not None:
-            text += f" and never more than {self.ceiling} tokens per KV head"
-        if self.promised_loss is not None:
-            text += f" (promised to lose at most {self.promised_loss:g} nats per token"
-            text += f", by {self.calibration})" if self.calibration else ")"
-        return text
-
-    def start_lines(self) -> list[str]:
-        """What the server prints first: what the settings do, and better ones if there are any."""
-        text = self._summary()
-        if self.read_rule is not None:
-            prompts = " and prompts" if self.read_rule.prefill_tokens else ""
-            text += f"; decode steps{prompts} read {self.read}"
-        if self.draft is not None:
-            text += f"; drafts read {self.draft}, and are verified"
-        if self.prompts is not None:
-            text += f"; {self.prompts}"
-        if self.promised_loss is not None and self.budget == 1.0:
-            warning = (
-                f"WARNING: no budget below 1.0 is sure to lose at most {self.promised_loss:g} nats "
-                f"per token by {self.calibration}; allow more, or calibrate with more texts"
-            )
-            return [text, warning]
-        if not self.compresses or self.policy != DEFAULT_POLICY:
-            return [text]
-        advice = (
-            "measured heads would lose far less in the same memory: serve with --kv-policy auto, "
-            "without --no-kv-measure-heads"
-        )
-        return [text, advice]
-
-    def _summary(self) -> str:
-        if not self.policies:
-            return "nothing is compressed"
-        if not self.compresses and self.may_compress:
-            choices = ", ".join(self.request_policies)
-            return f"requests choose among {choices}; others are not compressed"
-        if not self.compresses:
-            return f"policy {self.policy} with budget 1.0 keeps everything: stock vLLM"
-        text = f"policy {self.policy}, budget {self.budget_text}, trigger {self.trigger}"
-        if isinstance(self.budget, float) and self.budget < 1:
-            text += f"; a compressed prompt holds about {1 / self.budget:.3g} times fewer blocks"
-        return f"{text}; {self.heads_text}" if self.heads_text else text
-
-    @property
-    def heads_text(self) -> str:
-        """Where the server's own policy has measured heads from; empty: it uses none."""
-        if self.profile is not None:
-            return f"heads as measured in {self.profile}"
-        if MEASURING_PART not in self.policy.split("+"):
-            return ""
-        return "heads are measured when the engine starts, unless an earlier start has"
 
     @property
     def has_own_events(self) -> bool:
@@ -761,70 +643,3 @@ class Settings(Options):
             leaves_states=self.conversations is not None or self.continues_unasked,
             **vars(demand),
         )
-
-
-class RequestOptions(Options):
-    """A request's own options in `vllm_xargs`; `kv_` stands before each name."""
-
-    name: ClassVar[str] = "vllm_xargs"
-    prefix: ClassVar[str] = "kv_"
-
-    context_tokens: Annotated[int, BeforeValidator(_integer)] | None = option(
-        None,
-        "compress that many first tokens of the prompt before the rest is read, so that the "
-        "question does not decide what is kept",
-        ge=1,
-        example=1024,
-    )
-    prepare: Annotated[bool, BeforeValidator(_boolean)] = option(
-        False,
-        "the context is compressed at the end of the prompt, by what the rest of it attends to, "
-        "and [kept for later requests](#preparing-a-context)",
-        example=True,
-    )
-    policy: str | None = option(
-        None,
-        'another policy, if the operator allows it; `"none"`: not to be compressed',
-        example="snapkv",
-    )
-    budget: Fraction | None = option(
-        None, "another fraction of the prompt, within the operator's limits", example=0.5
-    )
-    ceiling: Annotated[int, BeforeValidator(_integer)] | None = option(
-        None,
-        "another [ceiling](#a-ceiling), from `--kv-min-request-ceiling` to `--kv-ceiling`",
-        ge=1,
-        example=512,
-    )
-    protect: Annotated[Spans, BeforeValidator(_spans)] = option(
-        (),
-        "spans of prompt tokens that [every head keeps](#what-is-never-evicted): start and end of "
-        "each",
-        example=[0, 120],
-    )
-    read: Fraction | None = option(
-        None,
-        "decode steps [read](#reading-less) another fraction of the cache, from "
-        "`--kv-min-request-read` to 1.0",
-        example=0.5,
-    )
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        if self.prepare and self.context_tokens is None:
-            raise ValueError(
-                "vllm_xargs kv_prepare: expected kv_context_tokens beside it, found none; say how "
-                "many tokens of the prompt are the context, and repeat that behind them."
-            )
-        return self
-
-    @property
-    def chooses(self) -> bool:
-        """Whether it asks for something that not every server can do or allows."""
-        return self.needs_permission or bool(self.protect)
-
-    @property
-    def needs_permission(self) -> bool:
-        """Whether it asks for something that only an operator can allow."""
-        asked = (self.policy, self.budget, self.ceiling, self.read)
-        return self.prepare or any(each is not None for each in asked)

@@ -1,0 +1,1 @@
+"""What a user or a request may set, and what follows from it."""
