@@ -204,14 +204,14 @@ def test_connectors_of_other_packages_have_to_be_made_of_one_that_is_served(llam
         ({}, {}, None),
         (
             {},
-            {"speculative_config.method": "eagle3"},
-            "with eagle3 was not run.*use draft_model or eagle or ngram or",
+            {"speculative_config.method": "dflash"},
+            "with dflash was not run.*use draft_model or eagle or eagle3 or mtp or ngram or",
         ),
         ({}, {"scheduler_config.async_scheduling": True}, "drafts.*add --no-async-scheduling"),
         ({"trigger": "pressure:0.5"}, {}, "--kv-trigger pressure.*oldest of the queries.*decode:N"),
         ({"read": "quest:0.25"}, {}, "--kv-read.*one query of a request.*remove one of the two"),
     ],
-    ids=["ngram", "eagle3", "asynchronous", "pressure", "read"],
+    ids=["ngram", "dflash", "asynchronous", "pressure", "read"],
 )
 def test_speculative_methods_and_triggers_beside_them_are_checked(
     llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
@@ -228,6 +228,13 @@ def test_speculative_methods_and_triggers_beside_them_are_checked(
         check_engine(config)
 
 
+def mtp(**fields: object) -> dict[str, Any]:
+    """Makes a draft model MTP layers, whose configuration has these fields."""
+    config = "speculative_config.draft_model_config.hf_config"
+    changes = {f"{config}.{name}": value for name, value in fields.items()}
+    return {"speculative_config.method": "mtp", **changes}
+
+
 @pytest.mark.parametrize(
     ("settings", "changes", "reason"),
     [
@@ -235,11 +242,17 @@ def test_speculative_methods_and_triggers_beside_them_are_checked(
         ({}, {"device_config.device_type": "cuda"}, "draft model on a GPU.*with ngram"),
         ({}, {"parallel_config.tensor_parallel_size": 2}, "one rank only; use one, or"),
         ({}, {"speculative_config.parallel_drafting": True}, "masked tokens.*leave it out, or"),
+        ({}, mtp(model_type="gemma4_mtp"), "layers read the model's cache.*, or use"),
+        ({}, mtp(num_nextn_predict_layers=2), "each draft one token.*num_speculative_tokens 1, or"),
+        ({}, mtp(num_nextn_predict_layers=1), None),
         ({}, {"kv_transfer_config": connector(SERVED[0])}, "blocks of two sizes; remove one"),
         ({"reuse_contexts": True}, {}, "--kv-reuse-contexts with a draft model.*or use"),
         ({"reuse_conversations": "anew"}, {}, "--kv-reuse-conversations with a draft model"),
     ],
-    ids=["none", "gpu", "ranks", "parallel", "connector", "contexts", "conversations"],
+    ids=[
+        *("none", "gpu", "ranks", "parallel", "shared-cache", "several-layers", "one-layer"),
+        *("connector", "contexts", "conversations"),
+    ],
 )
 def test_what_a_draft_model_excludes(
     llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
@@ -248,8 +261,8 @@ def test_what_a_draft_model_excludes(
     options: dict[str, Any] = changes.pop("kv_transfer_config", {})
     config = engine_config(llama, {**SETTINGS, **settings}, speculative_config=drafts, **options)
     for path, value in changes.items():
-        part, name = path.split(".")
-        setattr(getattr(config, part), name, value)
+        *parts, name = path.split(".")
+        setattr(reduce(getattr, parts, config), name, value)
     if reason is None:
         check_engine(config)
         return

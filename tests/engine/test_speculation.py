@@ -31,13 +31,17 @@ class Repeating:
 
 
 def note_drafts(report: dict[str, Any]) -> None:
-    """Reports the numbers of drafted and accepted tokens, and where events happened."""
+    """Reports numbers of drafted and accepted tokens, what was drafted, and where events happened.
+
+    What was drafted is by request, a list for every step.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 
-    report["drafts"], report["positions"] = [0, 0], []
+    report["drafts"], report["drafted"], report["positions"] = [0, 0], {}, []
     count, plan = Scheduler.make_spec_decoding_stats, CompressedBlockManager.plan_event
+    update = Scheduler.update_draft_token_ids
 
     def counting(self: Any, *args: Any, **given: Any) -> Any:
         report["drafts"][0] += given["num_draft_tokens"]
@@ -51,7 +55,13 @@ def note_drafts(report: dict[str, Any]) -> None:
         if len(unsent.events) > former:
             report["positions"].append([request_id.rpartition("-")[0], position])
 
+    def taking(self: Any, drafts: Any) -> None:
+        for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            report["drafted"].setdefault(request_id.rpartition("-")[0], []).append(tokens)
+        update(self, drafts)
+
     Scheduler.make_spec_decoding_stats, CompressedBlockManager.plan_event = counting, noting
+    Scheduler.update_draft_token_ids = taking
 
 
 def requests() -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from vllm_kvcompress.config.settings import Settings
 
-METHODS = ("draft_model", "eagle")
+METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 _REMEDY = "or use --speculative-config with ngram"
 
 
@@ -29,6 +29,16 @@ def reasons_against_draft_model(config: VllmConfig, settings: Settings) -> Itera
         yield f"a draft model beside compression was run on one rank only; use one, {_REMEDY}."
     if speculation.draft_model_config.use_mla:
         yield f"the draft model has MLA layers, of which no kernel drafts; use another, {_REMEDY}."
+    if speculation.use_gemma4_mtp():
+        yield (
+            "the draft model's layers read the model's cache, of which events evict tokens that "
+            f"drafts would read; leave out --speculative-config, {_REMEDY}."
+        )
+    if speculation.use_multi_module_mtp():
+        yield (
+            "several MTP layers that each draft one token were not run beside compression; draft "
+            f"one token with num_speculative_tokens 1, {_REMEDY}."
+        )
     if speculation.parallel_drafting:
         yield (
             "parallel_drafting writes masked tokens behind a request, which was not run beside "
