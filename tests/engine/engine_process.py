@@ -10,7 +10,7 @@ compared after every step. A scenario is a dictionary:
         n? (choices, drawn at random; the second one is "ID/1"), lora? (an adapter's directory),
         logprobs? (of every token; 5), prompt_logprobs?, salt? (of the prefix cache), follows?
         (a request of a former phase whose prompt and reply come before the prompt), taking?
-        (so many tokens of that reply)}
+        (so many tokens of that reply), images? (files, for which the prompt has placeholders)}
     record_kept: report the kept indices of every event
     probes: names (module:function) of what is called with the report before the engine starts
     calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase;
@@ -286,6 +286,11 @@ def add_request(engine: Any, request: dict[str, Any], report: dict[str, Any]) ->
     prompt, adapter = {"prompt_token_ids": tokens}, request.get("lora")
     if "salt" in request:
         prompt["cache_salt"] = request["salt"]
+    if "images" in request:
+        from PIL import Image
+
+        images = [Image.open(path) for path in request["images"]]
+        prompt["multi_modal_data"] = {"image": images}
     lora = LoRARequest("adapter", 1, adapter) if adapter else None
     engine.add_request(request["id"], prompt, params, lora_request=lora)
 

@@ -20,6 +20,7 @@ from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.vllm_plugin.startup import registration
 from vllm_kvcompress.vllm_plugin.startup.compat import (
     cache_scales,
     plugin_options,
@@ -501,7 +502,7 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (PREFIX_LM, "all tokens of an image see each other.*text alone with --language-model-only"),
+        (PREFIX_LM, "image see each other.*attention for CPUs.*alone with --language-model-only"),
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
         (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
     ],
@@ -514,6 +515,33 @@ def test_models_that_cannot_be_compressed_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True)
     with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"trigger": "prompt,decode:64", "attention": "own"}, None),
+        ({"attention": "flash"}, "FlashAttention 2 and 3.*use --kv-attention triton"),
+        ({"trigger": "chunk:64"}, "--kv-trigger chunk:N may compress within.*the triggers prompt"),
+        ({"ceiling": 512}, "--kv-ceiling may compress within one; use a budget"),
+        ({"reuse_contexts": True}, "with --kv-reuse-contexts a request.*; remove it"),
+        ({"reuse_conversations": "anew"}, "with --kv-reuse-conversations a request.*; remove it"),
+    ],
+)
+def test_what_does_not_work_where_tokens_of_an_image_see_each_other_is_refused_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], reason: str | None
+) -> None:
+    monkeypatch.setattr(registration, "_takes_flash", lambda _: True)
+    (tmp_path / "config.json").write_text(json.dumps(PREFIX_LM))
+    config = engine_config(str(tmp_path), {**SETTINGS, **settings}, skip_tokenizer_init=True)
+    config.device_config.device_type = "cuda"
+    assert registration.kernels_for(config, "auto") == "triton"
+    if reason is None:
+        check_engine(config)
+        return
+    with pytest.raises(UnsupportedError, match=f"PaliGemma.*all tokens of an image.*{reason}"):
         check_engine(config)
 
 

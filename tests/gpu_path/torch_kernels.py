@@ -32,6 +32,7 @@ def paged_attention(
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
     sinks: Tensor | None = None,
+    mm_prefix_range: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Causal attention of the last queries of every sequence, over its blocks.
@@ -49,6 +50,8 @@ def paged_attention(
         k_scale_cache, v_scale_cache: [blocks, block size, KV heads] the same for every token, in
             int8 and fp8, of which `k` and `v` have some bytes more than a head's elements.
         sinks: [query heads] logits that take part in the softmax and have no value; None: none.
+        mm_prefix_range: [S, any, 2] first and last token of images whose tokens see each other,
+            whatever the window; those that begin and end at 0 are padding.
         options: what does not change a plain causal softmax here.
     """
     assert causal is True
@@ -74,6 +77,12 @@ def paged_attention(
         later = torch.ones(last - first, length).triu(length - (last - first) + 1).bool()
         if window_size is not None and window_size[0] >= 0:
             later |= torch.ones_like(later).tril(length - (last - first) - 1 - window_size[0])
+        if mm_prefix_range is not None:
+            assert len(mm_prefix_range) == seqused_k.numel()
+            positions, num_computed = torch.arange(length), length - (last - first)
+            for begin, end in mm_prefix_range[s].tolist():
+                inside = (positions >= begin) & (positions <= end) & (begin < end)
+                later &= ~(inside[num_computed:, None] & inside)
         logits = logits.masked_fill(later, -torch.inf)
         if sinks is not None:
             added = sinks.float().view(-1, group, 1, 1).expand(-1, -1, last - first, -1)

@@ -184,6 +184,7 @@ class RequestTable:
             reason.
         reasoning: finds where reasoning ends; None: nothing depends on it.
         has_connector: whether a KV connector stores and loads blocks.
+        whole_images: whether tokens of an image see each other, so that events come behind images.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class RequestTable:
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.reasoning: ReasoningEnd | None = None
         self.has_connector = False
+        self.whole_images = False
 
     def __getitem__(self, request_id: str) -> RequestCompression:
         return self.records[request_id]
@@ -233,7 +235,8 @@ class RequestTable:
         protected = _protected_spans(options, settings, rule, request)
         reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))
         if options.context_tokens is not None:
-            compress_at = min(options.context_tokens, num_tokens)
+            context_tokens = max(options.context_tokens, self._images_end(request))
+            compress_at = min(context_tokens, num_tokens)
             num_blocks = min(compress_at, num_tokens - 1) // rule.allocated_size
             if settings.reuse_contexts and num_blocks and not must_read_prompt(request):
                 # Full blocks and a token behind them, so that the next token is the same for all.
@@ -290,10 +293,17 @@ class RequestTable:
 
         Where nobody asked for it, they do not where an explicit option would be refused.
         """
-        can_keep = self.keeps_states and self.managers[0].enable_caching
+        can_keep = self.keeps_states and self.managers[0].enable_caching and not self.whole_images
         if settings.continues_unasked and can_keep and self.spec.chunks is None:
             return "auto"
         return settings.conversations
+
+    def _images_end(self, request: Request) -> int:
+        """Returns the end of a request's last image, if its tokens see each other; else 0."""
+        if not self.whole_images:
+            return 0
+        places = [each.mm_position for each in request.mm_features]
+        return max((place.offset + place.length for place in places), default=0)
 
     def _leave_whole(
         self, request: Request, settings: Settings, rule: CompressionRule, has_room: bool

@@ -109,6 +109,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             compat.reserve_drafts(self, MAX_DRAFTS)
         self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
+        self.table.whole_images = self.vllm_config.model_config.is_mm_prefix_lm
         self.table.reasoning = ReasoningEnd.of(self.vllm_config, self.spec.settings)
         self.states = StateReuse(self.kv_cache_manager.block_pool, self._host_copies())
         self.states.kept.stats = self._step_stats

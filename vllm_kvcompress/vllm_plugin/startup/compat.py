@@ -826,6 +826,12 @@ def has_indexer(model: Any) -> bool:
     return hasattr(model.hf_text_config, "index_topk")
 
 
+def reads_images_causally(config: VllmConfig) -> bool:
+    """Whether attention leaves out that tokens of an image see each other, as for CPUs."""
+    on_cpu: bool = config.device_config.device_type == "cpu"
+    return on_cpu
+
+
 def takes_amx_mla(vllm_config: Any) -> bool:
     """Whether vLLM's MLA on this CPU takes kernels for AMX, as its CPU platform decides."""
     import torch

@@ -56,6 +56,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
     reasons = chain(
         missing_classes(vllm_config, settings),
         _reasons_of_model(model),
+        _reasons_of_images(vllm_config, settings),
         reasons_against_latents(vllm_config, settings),
         reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_sharing(vllm_config, settings),
@@ -138,16 +139,44 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
             f"{model.architecture} has no attention layer, so there is no KV cache to compress; "
             "serve it without --kv-policy."
         )
-    if model.is_mm_prefix_lm:
-        yield (
-            f"{model.architecture} lets all tokens of an image see each other, which attention "
-            "over a compressed cache cannot do; serve text alone with --language-model-only "
-            f"{_OFF}."
-        )
     if model.uses_alibi:
         yield (
             f"{model.architecture} uses ALiBi, whose bias needs the positions of tokens, which "
             "compressed heads do not keep; serve this model without --kv-policy."
+        )
+
+
+def _reasons_of_images(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a refusal for everything that does not work where tokens of an image see each other.
+
+    Events come behind the last image (`RequestTable.open`), so that compressed requests read text.
+    """
+    if not config.model_config.is_mm_prefix_lm:
+        return
+    name = f"{config.model_config.architecture} lets all tokens of an image see each other"
+    text = "serve text alone with --language-model-only"
+    if compat.reads_images_causally(config):
+        yield f"{name}, which vLLM's attention for CPUs does not do; {text} {_OFF}."
+    if settings.attention == "flash":
+        yield (
+            f"{name}, which FlashAttention 2 and 3 do not do; use --kv-attention triton, or {text}."
+        )
+    kinds = {trigger.kind for trigger in settings.triggers} if settings.may_compress else set()
+    within = {
+        "--kv-trigger chunk:N": ("chunk" in kinds, "use the triggers prompt or decode:N"),
+        "--kv-ceiling": (settings.ceiling is not None, "use a budget"),
+    }
+    for option, (given, remedy) in within.items():
+        if given:
+            yield f"{name}, and {option} may compress within one; {remedy}, or {text}."
+    behind = {
+        "--kv-reuse-contexts": settings.reuse_contexts,
+        "--kv-reuse-conversations": settings.conversations,
+    }
+    for option in [option for option, given in behind.items() if given]:
+        yield (
+            f"{name}, and with {option} a request may read images behind what was compressed; "
+            f"remove it, or {text}."
         )
 
 

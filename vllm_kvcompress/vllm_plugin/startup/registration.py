@@ -72,7 +72,9 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
         return "triton-mla"
     if wanted in _GPU:
         return wanted
-    if is_quantized(vllm_config):  # FlashAttention takes queries in fp8 alone, or no such cache
+    # FlashAttention takes queries in fp8 alone, or no such cache; few of its versions take tokens
+    # that see later ones.
+    if is_quantized(vllm_config) or vllm_config.model_config.is_mm_prefix_lm:
         return "triton"
     return "flash" if _takes_flash(vllm_config) else "triton"
 

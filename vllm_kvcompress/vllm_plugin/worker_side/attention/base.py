@@ -233,7 +233,8 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
         elif work is None or not work.compressed:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         else:
-            metadata = self.build_all(common_attn_metadata)
+            # Compressed requests read no tokens that see later ones: images come before events.
+            metadata = self.build_all(replace(common_attn_metadata, mm_req_doc_ranges=None))
         if work is not None:
             compressed = self._build_compressed(work, metadata, common_attn_metadata)
             setattr(metadata, _ATTRIBUTE, compressed)
@@ -347,6 +348,9 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
         """Builds vLLM's metadata of some of a mixed batch's uncompressed requests."""
         tokens, own_starts = sequences(starts, rows)
         where, device_rows = row_index(tokens, self.device), row_index(rows, self.device)
+        images = common.mm_req_doc_ranges  # whose tokens see each other, by row
+        if images is not None:
+            images = {index: images[row] for index, row in enumerate(rows.tolist())}
         subset = replace(
             common,
             query_start_loc=upload(own_starts, self.device),
@@ -358,6 +362,7 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
             max_query_len=int(np.diff(own_starts).max()),
             block_table_tensor=common.block_table_tensor[device_rows],
             slot_mapping=common.slot_mapping[where],
+            mm_req_doc_ranges=images,
         )
         return Subset(super().build(0, subset, fast_build), where)
 
