@@ -68,7 +68,10 @@ def is_same(output: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 
 def test_images_are_compressed_behind_the_last_one(tmp_path: Path, run_gpu_path: Run) -> None:
-    """Each beside compressed requests; the third names a context that ends within an image."""
+    """Each beside compressed requests; the third names a context that ends within an image.
+
+    A prefix-cache hit ends within one, too: the queries behind it are computed.
+    """
     model = str(images.build(tmp_path))
     files = [images.draw(tmp_path / f"{seed}.png", seed) for seed in (1, 2)]
     ends = {"two": 190, "late": 176, "context": 150}
@@ -82,15 +85,23 @@ def test_images_are_compressed_behind_the_last_one(tmp_path: Path, run_gpu_path:
         {**one, "id": f"whole {one['id']}", "salt": "whole", "xargs": {"kv_budget": 1.0}}
         for one in asked
     ]
-    report = run_gpu_path(model, [asked, whole], settings=SETTINGS, record_kept=True, **HOW)
+    again = {**asked[1], "id": "again"}
+    report = run_gpu_path(
+        model, [asked, [*whole, again]], settings=SETTINGS, record_kept=True, **HOW
+    )
     for name, expected in stock["outputs"].items():
         output = report["outputs"][f"whole {name}"]
         assert output["tokens"] == expected["tokens"], name
         assert is_same(output, expected), name
         assert not is_same(report["outputs"][name], expected), name
     assert [each["source_tokens"] for each in report["events"]] == [
-        end // PAGE * PAGE for end in ends.values()
+        end // PAGE * PAGE for end in (*ends.values(), ends["late"])
     ]
+    found, expected = (report["outputs"][name] for name in ("again", "late"))
+    assert found["cached"] == 128
+    assert spelled_out(again)[127:129] == [images.IMAGE] * 2
+    assert found["tokens"] == expected["tokens"]
+    assert is_same(found, expected)
     for number, one in enumerate(asked):
         name, kept = one["id"], report["kept"][2 * number : 2 * number + 2]
         check(oracle(model, one, kept, ends[name]), report["outputs"][name], TOLERANCE)

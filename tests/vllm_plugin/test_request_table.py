@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from tests.request_queue import Queue
 from tests.tiny_models import prompt
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.scheduling.plan import BlockCopy
 from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler as scheduler_module
@@ -46,6 +47,14 @@ def test_request_holds_kept_blocks_a_tail_and_an_event_in_flight(
         *(2 + 5 + 3 + 1 + 6 if late else 2 + 6 + 1, 2 + 6 + 1),
     ]
     assert queue.sent["a"] == [300, 340]
+
+
+def test_conversations_do_not_go_on_by_themselves_where_tokens_of_an_image_see_each_other() -> None:
+    """A later turn would read its images behind what was compressed."""
+    table, settings = Queue(1).table, Settings(policy="auto", budget=0.25)
+    assert table.conversations(settings) == "auto"
+    table.whole_images = True
+    assert table.conversations(settings) is None
 
 
 class Stock:
