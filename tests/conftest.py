@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ settings.load_profile("unhurried")
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+Drafting = Callable[[str], tuple[str, dict[str, Any]]]
 
 # Folders whose files take minutes. What runs at the end is short, so two processes end together.
 LONG = ("gpu_path", "engine", "cli", "evaluation", "scripts", "kernels", "benchmark")
@@ -47,6 +50,14 @@ def llama(model_directory: Path) -> str:
     from tests import tiny_models  # many tests need neither torch nor transformers
 
     return str(tiny_models.build("llama", model_directory))
+
+
+@pytest.fixture(scope="session")
+def drafting(model_directory: Path) -> Drafting:
+    """By speculative method, a tiny model and the speculative config of what drafts for it."""
+    from tests import draft_models
+
+    return cache(partial(draft_models.build, model_directory))
 
 
 @pytest.fixture(scope="session")

@@ -229,6 +229,10 @@ def test_speculative_methods_and_triggers_beside_them_are_checked(
         check_engine(config)
 
 
+CUDA: dict[str, Any] = {"device_config.device_type": "cuda", "runner": "V2"}
+TRITON = {"speculative_config.attention_backend": AttentionBackendEnum.TRITON_ATTN}
+
+
 def mtp(**fields: object) -> dict[str, Any]:
     """Makes a draft model MTP layers, whose configuration has these fields."""
     config = "speculative_config.draft_model_config.hf_config"
@@ -240,7 +244,9 @@ def mtp(**fields: object) -> dict[str, Any]:
     ("settings", "changes", "reason"),
     [
         ({}, {}, None),
-        ({}, {"device_config.device_type": "cuda"}, "draft model on a GPU.*with ngram"),
+        ({}, CUDA, None),
+        ({}, {**CUDA, "runner": "V1"}, "vLLM chooses.*expected model runner V2.*unset both, or"),
+        ({}, CUDA | TRITON, "vLLM chooses.*no attention_backend"),
         ({}, {"parallel_config.tensor_parallel_size": 2}, "one rank only; use one, or"),
         ({}, {"speculative_config.parallel_drafting": True}, "masked tokens.*leave it out, or"),
         ({}, mtp(model_type="gemma4_mtp"), "layers read the model's cache.*, or use"),
@@ -251,16 +257,22 @@ def mtp(**fields: object) -> dict[str, Any]:
         ({"reuse_conversations": "anew"}, {}, "--kv-reuse-conversations with a draft model"),
     ],
     ids=[
-        *("none", "gpu", "ranks", "parallel", "shared-cache", "several-layers", "one-layer"),
-        *("connector", "contexts", "conversations"),
+        *("none", "gpu", "runner-v1", "backend", "ranks", "parallel", "shared-cache"),
+        *("several-layers", "one-layer", "connector", "contexts", "conversations"),
     ],
 )
 def test_what_a_draft_model_excludes(
-    llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
+    llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    changes: dict[str, Any],
+    reason: str | None,
 ) -> None:
     drafts = {"method": "draft_model", "model": llama, "num_speculative_tokens": 2}
     options: dict[str, Any] = changes.pop("kv_transfer_config", {})
     config = engine_config(llama, {**SETTINGS, **settings}, speculative_config=drafts, **options)
+    changes = dict(changes)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(changes.pop("runner", "V1") == "V2")))
     for path, value in changes.items():
         *parts, name = path.split(".")
         setattr(reduce(getattr, parts, config), name, value)

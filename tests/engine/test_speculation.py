@@ -57,7 +57,8 @@ def note_drafts(report: dict[str, Any]) -> None:
 
     def taking(self: Any, drafts: Any) -> None:
         for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-            report["drafted"].setdefault(request_id.rpartition("-")[0], []).append(tokens)
+            if -1 not in tokens:  # else model runner V2 keeps them on the device
+                report["drafted"].setdefault(request_id.rpartition("-")[0], []).append(tokens)
         update(self, drafts)
 
     Scheduler.make_spec_decoding_stats, CompressedBlockManager.plan_event = counting, noting

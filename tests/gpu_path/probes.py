@@ -36,6 +36,21 @@ def start_up(report: dict[str, Any]) -> None:
         note(runner, "capture_model")
 
 
+def drafted(report: dict[str, Any]) -> None:
+    """Reports what model runner V2 drafts, by request, which it does not tell the scheduler."""
+    from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+    report["drafted"] = {}
+    take = DraftTokensHandler.set_draft_tokens
+
+    def taking(self: Any, batch: Any, drafts: Any) -> None:
+        for request_id, tokens in zip(batch.req_ids, drafts.tolist(), strict=True):
+            report["drafted"].setdefault(request_id.rpartition("-")[0], []).append(tokens)
+        take(self, batch, drafts)
+
+    DraftTokensHandler.set_draft_tokens = taking
+
+
 def memory(report: dict[str, Any]) -> None:
     """Reports how many bytes vLLM leaves for the cache, and how many this package then does."""
     import os

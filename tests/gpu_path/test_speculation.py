@@ -1,19 +1,37 @@
-"""Speculative decoding with model runner V2, whose drafts come from a kernel of vLLM's."""
+"""Speculative decoding with model runner V2, which drafts with kernels and classes of its own."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import pytest
+
+from tests.conftest import Drafting
 from tests.engine.conftest import request
+from tests.engine.test_draft_models import WHOLE
 from tests.engine.test_speculation import CHECKED, NGRAM, NOTED
 from tests.gpu_path.conftest import Run
 from tests.tiny_models import prompt
+
+PHASES = [
+    [
+        request("a", prompt(170, seed=1), 36),
+        request("b", prompt(250, seed=2), 30, at_step=3),
+        request("c", prompt(170, seed=16), 36, at_step=5),
+    ],
+    [request("whole", prompt(250, seed=3), 12, **WHOLE)],
+    [request("again", prompt(250, seed=3)[:240] + prompt(30, seed=4), 12, **WHOLE)],
+]
+SETTINGS = {"policy": "adakv", "budget": 0.25, "trigger": "chunk:64,decode:12"}
+COMPRESSED = {"settings": {**SETTINGS, "request_policies": ["none"]}, "environment": CHECKED}
+HOW: dict[str, Any] = {"asynchronous": False, "probes": [NOTED, "drafted"]}
 
 
 def test_outputs_are_those_without_drafts(llama: str, run_gpu_path: Run) -> None:
     requests = [request("a", prompt(170, seed=1), 36)]
     given: dict[str, Any] = {
-        "settings": {"policy": "adakv", "budget": 0.25, "trigger": "chunk:64,decode:12"},
+        "settings": SETTINGS,
         "asynchronous": False,  # as vLLM decides by itself
         "probes": [NOTED],
         "environment": CHECKED,
@@ -24,3 +42,32 @@ def test_outputs_are_those_without_drafts(llama: str, run_gpu_path: Run) -> None
     assert sorted(report["positions"]) == sorted(plain["positions"])
     for name, expected in plain["outputs"].items():
         assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
+@pytest.fixture(scope="module")
+def run_without(run_gpu_path: Run) -> Run:
+    """Runs `PHASES` without drafts, once for every model."""
+    return cache(lambda model: run_gpu_path(model, PHASES, **COMPRESSED, **HOW))
+
+
+@pytest.mark.parametrize(
+    ("method", "cached"),
+    [("draft_model", 192), ("eagle3", 128), ("mtp", 128)],  # in blocks of 64; vLLM drops the last
+)
+def test_outputs_with_layers_that_draft_are_those_without(
+    method: str, cached: int, drafting: Drafting, run_gpu_path: Run, run_without: Run
+) -> None:
+    """What is drafted for requests that are not compressed is what stock vLLM drafts."""
+    served, drafts = drafting(method)
+    how = {**HOW, "speculative_config": drafts}
+    plain = run_without(served)
+    report = run_gpu_path(served, PHASES, **COMPRESSED, **how)
+    assert 0 < report["drafts"][1] < report["drafts"][0]
+    assert sorted(report["positions"]) == sorted(plain["positions"])
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+    assert report["outputs"]["again"]["cached"] == cached
+    stock = run_gpu_path(served, PHASES[1:], **how)
+    for name in ("whole", "again"):
+        assert report["drafted"][name] == stock["drafted"][name], name

@@ -35,6 +35,21 @@ def layers(num_layers: int, num_draft_layers: int, draft: CompressedAttentionSpe
     return specs | {f"draft.{i}": draft for i in range(num_draft_layers)}
 
 
+def groups_of(specs: dict, method: str | None = None) -> list:
+    """Returns vLLM's cache groups, with a speculative method or without."""
+    layout = SimpleNamespace(is_block_outermost=True)
+    drafts = SimpleNamespace(
+        method=method, use_eagle=lambda: True, use_eagle_block_drop=lambda: True
+    )
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=method and drafts,
+    )
+    return kv_cache_groups(config, specs)
+
+
 @pytest.mark.parametrize(
     ("num_layers", "num_draft_layers", "draft", "block_size", "is_padded"),
     [
@@ -62,14 +77,7 @@ def test_draft_layers_are_the_first_of_two_groups(
     ordered = with_draft_layers(specs, names)
     assert set(ordered) == set(specs)
     assert all(ordered[name] == specs[name] for name in specs if name not in names)
-    layout = SimpleNamespace(is_block_outermost=True)
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        speculative_config=None,
-    )
-    first, second = kv_cache_groups(config, ordered)
+    first, second = groups_of(ordered)
     assert set(first.layer_names) == set(names)
     sizes = []
     for group in (first, second):
@@ -85,6 +93,15 @@ def test_draft_layers_are_the_first_of_two_groups(
         else:
             assert spec == compressed(2, draft.block_size)
     assert sizes[0] <= sizes[1]  # blocks are as large as without a draft model
+
+
+@pytest.mark.parametrize("num_layers", [3, 30])
+def test_the_group_of_mtp_layers_is_the_one_whose_last_block_vllm_leaves_out_of_hits(
+    num_layers: int,
+) -> None:
+    ordered = with_draft_layers(layers(num_layers, 1, compressed()), ["draft.0"], drafts_last=True)
+    (found,) = (group for group in groups_of(ordered, "mtp") if group.is_eagle_group)
+    assert found.layer_names == ["draft.0"]
 
 
 def test_nothing_changes_without_draft_layers() -> None:

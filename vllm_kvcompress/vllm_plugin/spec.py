@@ -313,17 +313,19 @@ class DraftAttentionSpec(FullAttentionSpec):
 
 
 def with_draft_layers(
-    specs: Mapping[str, KVCacheSpec], drafts: Collection[str]
+    specs: Mapping[str, KVCacheSpec], drafts: Collection[str], drafts_last: bool = False
 ) -> dict[str, KVCacheSpec]:
     """Returns the specs of all layers, such that draft layers get blocks that no event frees.
 
-    vLLM makes them the first cache group, whose block table it hands to draft models. All groups
-    take blocks of one size, that of all compressed layers, so one block of theirs holds the tokens
-    of several: as many as fit, within `MAX_DRAFT_BLOCK`.
+    vLLM makes those that come first the first cache group, whose block table it hands to draft
+    models. MTP layers come last, by which it finds the group whose last block no hit takes. All
+    groups take blocks of one size, that of all compressed layers, so one block of theirs holds the
+    tokens of several: as many as fit, within `MAX_DRAFT_BLOCK`.
 
     Args:
         specs: by name of all layers, those of draft layers as if they were compressed.
         drafts: names of the draft layers.
+        drafts_last: whether these come last.
 
     Raises:
         UnsupportedError: layers of either model do not have one and the same cache, or the draft
@@ -350,7 +352,8 @@ def with_draft_layers(
         # Where all pages have one size, vLLM divides layers into groups of equally many.
         fields["page_size_padded"] = spec.page_size_bytes + PAGE_PADDING
         spec = DraftAttentionSpec(**fields)
-    return dict.fromkeys(sorted(drafts), spec) | others
+    ordered: dict[str, KVCacheSpec] = dict.fromkeys(sorted(drafts), spec)
+    return others | ordered if drafts_last else ordered | others
 
 
 def _only_spec(specs: Collection[KVCacheSpec], owner: str) -> CompressedAttentionSpec:

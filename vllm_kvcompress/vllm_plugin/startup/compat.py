@@ -817,6 +817,8 @@ def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
 
 def draft_layers(model_runner: Any) -> set[str]:
     """Returns names of the attention layers that a draft model has of its own."""
+    if hasattr(model_runner, "req_states"):  # model runner V2
+        return set(getattr(model_runner.speculator, "draft_attn_layer_names", ()))
     drafter = getattr(model_runner, "drafter", None)
     return set(getattr(drafter, "_draft_attn_layer_names", ()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvcompress.config.settings import Settings
 
@@ -20,10 +21,13 @@ def reasons_against_draft_model(config: VllmConfig, settings: Settings) -> Itera
     speculation, parallel = config.speculative_config, config.parallel_config
     if speculation is None or speculation.method not in METHODS:
         return
-    if config.device_config.device_type != "cpu":
+    own_backend = speculation.attention_backend not in (None, AttentionBackendEnum.CUSTOM)
+    on_gpu = config.device_config.device_type != "cpu"
+    if on_gpu and (own_backend or not config.use_v2_model_runner):
         yield (
-            "a draft model on a GPU: vLLM chooses an attention backend of its own for it, whose "
-            "blocks need not lie as compressed ones do; use --speculative-config with ngram."
+            "a draft model whose attention backend vLLM chooses, whose blocks need not lie as "
+            "compressed ones do: expected model runner V2 and no attention_backend in "
+            f"--speculative-config; unset both, {_REMEDY}."
         )
     if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size) > 1:
         yield f"a draft model beside compression was run on one rank only; use one, {_REMEDY}."

@@ -65,7 +65,9 @@ class CompressionWorker(CompressingWorker, Worker):
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         if self.compression is None:
             return specs
-        specs = with_draft_layers(specs, compat.draft_layers(self.model_runner))
+        speculation = self.vllm_config.speculative_config
+        by_mtp = speculation is not None and speculation.method == "mtp"
+        specs = with_draft_layers(specs, compat.draft_layers(self.model_runner), by_mtp)
         return {name: dependent_on_compressed(spec) for name, spec in specs.items()}
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

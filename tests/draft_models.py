@@ -1,0 +1,102 @@
+"""Tiny models with what drafts for them, by method; some of the drafts are accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests import tiny_models
+
+
+def speculation(method: str, path: Path | str | None) -> dict[str, Any]:
+    """Returns the speculative config of a draft model, of a head, or of the model's own layer."""
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    return drafts if path is None else {**drafts, "model": str(path)}
+
+
+def build(directory: Path, method: str) -> tuple[str, dict[str, Any]]:
+    """Returns a model's directory, and the speculative config of what drafts for it."""
+    if method == "mtp":
+        return str(with_mtp_layer(directory / "mimo")), speculation(method, None)
+    model = directory / "few-changes" / "llama"
+    if not model.exists():
+        tiny_models.build("llama", model.parent, change=damp_later_layers)
+    draft = directory / method
+    draft.mkdir()
+    {"draft_model": first_layer, "eagle": eagle_head, "eagle3": eagle3_head}[method](model, draft)
+    return str(model), speculation(method, draft)
+
+
+def damp_later_layers(model: Any) -> None:
+    """Has all layers but the first change little, so that it says much of what they all do."""
+    for layer in model.model.layers[1:]:
+        layer.self_attn.o_proj.weight.data.mul_(0.02)
+        layer.mlp.down_proj.weight.data.mul_(0.02)
+
+
+def first_layer(model: Path, draft: Path) -> None:
+    """Writes the model without its later layers."""
+    AutoModelForCausalLM.from_pretrained(model, num_hidden_layers=1).save_pretrained(draft)
+
+
+def eagle_head(model: Path, draft: Path) -> None:
+    """Writes a layer that passes on most of what it reads: the hidden state before its token.
+
+    So it guesses that tokens come again, unless what it attends to says otherwise.
+    """
+    size = write_config(model, draft)
+    weights = weights_of_first_layer(model, "layers.0.")
+    del weights["layers.0.input_layernorm.weight"]
+    weights["fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
+    save_file(weights, draft / "model.safetensors")
+
+
+def eagle3_head(model: Path, draft: Path) -> None:
+    """Writes a layer that guesses the same from the states before the model's last layer."""
+    size = write_config(model, draft, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    weights = weights_of_first_layer(model, "midlayer.")
+    for name in ("q_proj", "k_proj", "v_proj"):  # which also read the token
+        key = f"midlayer.self_attn.{name}.weight"
+        weights[key] = torch.cat([weights[key], weights[key]], dim=1)
+    weights["fc.weight"] = torch.cat([torch.zeros(size, 2 * size), torch.eye(size)], dim=1)
+    for name in ("norm", "midlayer.hidden_norm"):
+        weights[f"{name}.weight"] = torch.ones(size)
+    save_file(weights, draft / "model.safetensors")
+
+
+def with_mtp_layer(directory: Path) -> Path:
+    """Writes a model with an MTP layer, which guesses the same; its other layers are Qwen2's."""
+    model = tiny_models.build("qwen2", directory, change=damp_later_layers)
+    own = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    size = write_config(model, model, **own, num_hidden_layers=3)
+    prefix = "model.mtp_layers.0."
+    weights = load_file(model / "model.safetensors") | weights_of_first_layer(model, prefix)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{prefix}{name}.weight"] = torch.ones(size)
+    weights[f"{prefix}input_proj.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def write_config(model: Path, draft: Path, **changes: object) -> int:
+    """Writes a model's configuration with changes, of one layer; returns its hidden size."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, **changes}
+    (draft / "config.json").write_text(json.dumps(config))
+    return int(config["hidden_size"])
+
+
+def weights_of_first_layer(model: Path, prefix: str) -> dict[str, Any]:
+    """Returns the weights of a model's first layer, so that it changes little of what it reads."""
+    return {
+        prefix + name.partition(".layers.0.")[2]: (
+            weight * (0.25 if "o_proj" in name or "down" in name else 1)
+        )
+        for name, weight in load_file(model / "model.safetensors").items()
+        if ".layers.0." in name
+    }
