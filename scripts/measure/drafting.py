@@ -3,11 +3,13 @@
     python scripts/measure/drafting.py costs [--sizes 1x1024,8x1024] [--shape layers=4] --out FILE
     python scripts/measure/drafting.py chosen [--sizes 1x1024,8x1024] [--shape layers=4] --out FILE
     python scripts/measure/drafting.py accepted MODEL [--lengths 1024,4096,8000] --out FILE
+    python scripts/measure/drafting.py beside MODEL [--layers 25] [--budget 0.25] --out FILE
 
 `costs` takes a model with random weights, like `bench`. One engine runs all cycles, with 0, 1, 3
 and 7 drafts in turns, so that a slow minute of the machine hits all of them. `chosen` lets the
 engine choose, and compares it with the same engine that drafts nothing, in turns. `accepted` has a
-model continue texts that come with Python, greedily.
+model continue texts that come with Python, greedily. `beside` does the same with vLLM's drafts, of
+ngram or of the model's own first layers, beside a policy.
 """
 
 from __future__ import annotations
@@ -122,8 +124,18 @@ def main() -> None:
     accepted.add_argument("--lengths", default="1024,4096,8000")
     accepted.add_argument("--output", type=int, default=96)
     accepted.add_argument("--samples", type=int, default=2)
+    beside = kinds.add_parser("beside")
+    beside.add_argument("model")
+    beside.add_argument("--layers", type=int, default=0, help="of the draft model; 0: ngram")
+    beside.add_argument("--drafts", type=int, default=3)
+    beside.add_argument("--policy", default="adakv")
+    beside.add_argument("--budget", type=float, default=1.0)
+    beside.add_argument("--length", type=int, default=1024)
+    beside.add_argument("--output", type=int, default=96)
+    beside.add_argument("--samples", type=int, default=2)
     options = parser.parse_args()
     measures = {"costs": measure_costs, "chosen": measure_chosen, "accepted": measure_accepted}
+    measures["beside"] = measure_beside
     measured = measures[options.what](options)
     result = {"machine": machine(), "rule": options.rule, options.what: measured}
     options.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -234,6 +246,70 @@ def measure_accepted(options: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(row)
             print(json.dumps(row), flush=True)
     return rows
+
+
+def measure_beside(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns how many of vLLM's drafts are accepted beside a policy, by kind of text."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    drafts: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    settings = {"policy": options.policy, "budget": options.budget, "trigger": "prompt"}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        if options.layers:
+            write_first_layers(options.model, options.layers, directory)
+            drafts = {"method": "draft_model", "model": directory}
+        engine = {
+            "speculative_config": {**drafts, "num_speculative_tokens": options.drafts},
+            "max_model_len": options.length + options.output + 16,
+            "enforce_eager": True,
+        }
+        llm = compat.build_engine(options.model, settings, engine)
+        accepted = note_accepted(llm, options.drafts)
+        tokenizer = llm.get_tokenizer()
+        params = compat.greedy(max_tokens=options.output, ignore_eos=True)
+        for kind in KINDS:
+            prompts = [
+                {"prompt_token_ids": tokenizer.encode(text)[: options.length]}
+                for text in texts(kind, options.length, options.samples)
+            ]
+            llm.generate(prompts, params, use_tqdm=False)
+            rows.append(
+                {
+                    "text": kind,
+                    "cycles": len(accepted),
+                    "first accepted": statistics.mean(each > 0 for each in accepted),
+                    "tokens per cycle": 1 + statistics.mean(accepted),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+            accepted.clear()
+    return rows
+
+
+def write_first_layers(model: str, num_layers: int, directory: str) -> None:
+    """Writes a model without its later layers."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model, num_hidden_layers=num_layers).save_pretrained(
+        directory
+    )
+
+
+def note_accepted(llm: Any, num_drafts: int) -> list[int]:
+    """Returns a list to which an engine adds how many of a request's drafts it has accepted.
+
+    Steps with fewer drafts, before an event or at an answer's end, are left out.
+    """
+    scheduler, accepted = compat.engine_scheduler(llm.llm_engine), []
+    make_stats = scheduler.make_spec_decoding_stats
+
+    def noting(*args: Any, **given: Any) -> Any:
+        if given["num_draft_tokens"] == num_drafts:
+            accepted.append(given["num_accepted_tokens"])
+        return make_stats(*args, **given)
+
+    scheduler.make_spec_decoding_stats = noting
+    return accepted
 
 
 def texts(kind: str, length: int, samples: int) -> Iterator[str]:
