@@ -9,7 +9,8 @@ Four kinds of instructions from a seed: a format, a language, a secret that must
 tool whose call must be JSON of its schema. Between them and the question stands text that has
 nothing to do with either. Every condition gets the same prompts. With `context` what stands before
 the question is compressed before the question is read, so that also the reply's first token comes
-from kept tokens. A stopped run goes on, and with --conditions it has those alone.
+from kept tokens. With `turns` the question comes in a second turn, behind another question about
+the text and its reply. A stopped run goes on, and with --conditions it has those alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from operator import eq
 from pathlib import Path
@@ -36,7 +37,7 @@ from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 from vllm_kvcompress.tools.files import append
 
 KINDS = ("format", "language", "secret", "tool")
-FULL = "full"
+FULL, FULL_TURNS = "full", "full turns"
 CONDITIONS: dict[str, dict[str, Any]] = {  # vllm_xargs; `auto` is `spans+headkv` below a quarter
     FULL: {"kv_policy": "none"},
     "auto@0.25": {"kv_budget": 0.25},
@@ -46,7 +47,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {  # vllm_xargs; `auto` is `spans+headkv
     "auto@0.1 protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
     "auto@0.25 context": {"kv_budget": 0.25},
     "auto@0.1 context": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    "spans+headkv@0.25 context": {"kv_policy": "spans+headkv", "kv_budget": 0.25},
+    "adakv+criticalkv@0.25 context": {"kv_policy": "adakv+criticalkv", "kv_budget": 0.25},
+    "auto@0.25 context protected": {"kv_budget": 0.25},
     "auto@0.1 context protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    FULL_TURNS: {"kv_policy": "none"},
+    "auto@0.25 turns": {},
+    "auto@0.25 turns protected": {},
 }
 HAYSTACK = Path("vllm_kvcompress/tools/evaluation/haystack.txt")
 LANGUAGES = {
@@ -56,6 +63,7 @@ LANGUAGES = {
 }
 ENGLISH = "the and is a of to in that it for with are was"
 TOOLS = (("get_weather", "city", "Lisbon"), ("find_train", "station", "Basel"))
+FIRST_QUESTION = "Say in one sentence what the text is about."
 QUESTIONS = ("What is a harbour?", "Why do boats need nets?", "What does a baker do?")
 
 
@@ -123,12 +131,21 @@ def followed(asked: Prompt, reply: str) -> bool:
     return bool(call == json.loads(asked.wanted))
 
 
-def tokens_of(tokenizer: Any, asked: Prompt, filler: str) -> tuple[list[int], list[int], int]:
-    """Returns the chat's token ids, start and end of the system message, and the question's."""
+def tokens_of(
+    tokenizer: Any, asked: Prompt, filler: str, reply: str | None = None
+) -> tuple[list[int], list[int], int]:
+    """Returns the chat's token ids, start and end of the system message, and the question's.
+
+    With a reply the question stands in a second turn, behind `FIRST_QUESTION` and that reply.
+    """
 
     def rendered(system: str, question: str = asked.question) -> list[int]:
-        user = f"{filler}\n\n{question}"
-        chat = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        chat = [{"role": "system", "content": system}]
+        if reply is not None:
+            chat += [{"role": "user", "content": f"{filler}\n\n{FIRST_QUESTION}"}]
+            chat += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
+        else:
+            chat += [{"role": "user", "content": f"{filler}\n\n{question}"}]
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -173,9 +190,15 @@ def table(rows: Sequence[dict[str, Any]], conditions: Sequence[str]) -> Iterator
         for kind in (*KINDS, None):
             keys = [key for key in common if kind in (key[0], None)]
             cells.append(f"{sum(by_key[name, *key] for key in keys)} of {len(keys)}")
-        less = [by_key[FULL, *key] - by_key[name, *key] for key in common]
-        cells.append("" if name == FULL or len(less) < 2 else "{:.3f} ({:.3f})".format(*mean(less)))
+        full = full_of(name)
+        less = [by_key[full, *key] - by_key[name, *key] for key in common]
+        cells.append("" if name == full or len(less) < 2 else "{:.3f} ({:.3f})".format(*mean(less)))
         yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def full_of(condition: str) -> str:
+    """Returns the condition with the full cache that another one is compared with."""
+    return FULL_TURNS if "turns" in condition else FULL
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
@@ -197,7 +220,7 @@ def main() -> None:
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     options = parser.parse_args()
-    conditions = list(dict.fromkeys((FULL, *options.conditions)))  # others are compared with it
+    conditions = list(dict.fromkeys([*map(full_of, options.conditions), *options.conditions]))
     tokenizer = load_tokenizer(options.model)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     rows = [json.loads(line) for line in lines]
@@ -208,11 +231,16 @@ def main() -> None:
         """Asks a prompt under every condition that is missing, one after the other."""
         asked = prompt(kind, seed)
         filler = filler_of(haystack, options.words, seed)
-        tokens, span, context = tokens_of(tokenizer, asked, filler)
         for name in conditions:
             if (name, kind, seed) in done:
                 continue
-            xargs = dict(CONDITIONS[name])
+            xargs, first_reply = dict(CONDITIONS[name]), None
+            if "turns" in name:
+                first = replace(asked, question=FIRST_QUESTION)
+                tokens, span, _ = tokens_of(tokenizer, first, filler)
+                protected = {"kv_protect": span} if "protected" in name else {}
+                first_reply = ask(options.url, tokens, xargs | protected, options.max_tokens)
+            tokens, span, context = tokens_of(tokenizer, asked, filler, first_reply)
             if "protected" in name:
                 xargs["kv_protect"] = span
             if "context" in name:
@@ -227,7 +255,8 @@ def main() -> None:
     prompts = list(product(range(options.seed, options.seed + options.samples), KINDS))
     with ThreadPoolExecutor(options.concurrency) as pool:
         list(tqdm(pool.map(ask_all, *zip(*prompts, strict=True)), total=len(prompts)))
-    print("\n".join(table(rows, conditions)))
+    for full in filter(conditions.__contains__, (FULL, FULL_TURNS)):
+        print("\n".join(table(rows, [name for name in conditions if full_of(name) == full])))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 import instructions
-from instructions import KINDS, Prompt, followed
+from instructions import FIRST_QUESTION, KINDS, Prompt, followed
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 
@@ -50,6 +51,17 @@ def test_the_protected_span_and_the_context_come_before_the_question() -> None:
     assert 0 <= start < end < context < len(tokens)
     other = Prompt("format", "w1 w2 w3", "w7", "")
     assert tokens[:context] == instructions.tokens_of(tokenizer, other, "w5 w6")[0][:context]
+
+
+def test_a_second_turn_begins_with_the_first_and_its_reply() -> None:
+    tokenizer = load_tokenizer(str(ROOT / "models" / "reference"))
+    asked = Prompt("format", "w1 w2 w3", "w4", "")
+    one = instructions.tokens_of(tokenizer, replace(asked, question=FIRST_QUESTION), "w5 w6")[0]
+    two, span, _ = instructions.tokens_of(tokenizer, asked, "w5 w6", reply="w8 w9")
+    reply = tokenizer.encode("w8 w9", add_special_tokens=False)
+    assert two[: len(one)] == one
+    assert two[len(one) :][: len(reply)] == reply
+    assert span == instructions.tokens_of(tokenizer, asked, "w5 w6")[1]
 
 
 def test_fillers_have_as_many_words_as_asked() -> None:
