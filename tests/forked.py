@@ -12,11 +12,18 @@ from typing import NamedTuple
 
 from vllm_kvcompress.vllm_plugin.startup.compat import ENGINE_MODULES
 
+PRELOADED = (  # what engines import at their start
+    "compressed_tensors",
+    "vllm_kvcompress.vllm_plugin.scheduler_side.scheduler",
+    "vllm_kvcompress.vllm_plugin.worker_side.cpu_worker",
+    "tests.engine.engine_process",
+)
+
 
 def forked(target: Callable[..., None], *args: object) -> ForkServerProcess:
     """Forks a process that calls a function."""
     context: ForkServerContext = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*ENGINE_MODULES, "tests.engine.engine_process"])
+    context.set_forkserver_preload([*ENGINE_MODULES, *PRELOADED])
     process = context.Process(target=target, args=args)
     process.start()
     return process
