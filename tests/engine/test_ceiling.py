@@ -19,10 +19,11 @@ from vllm_kvcompress.vllm_plugin.request_options import RequestCheck
 
 BLOCK, CEILING = 32, 170
 BLOCKS = CEILING // BLOCK
+GENERATED = 220  # tokens
 CHECKED = {"KVCOMPRESS_CHECK": "1"}  # every step, in the scheduler and in the workers
 SIZES = {"short": 20, "middle": 150, "long": 700, "blocks": 320}
 REQUESTS = [
-    request(name, prompt(size, seed=size), 300, at_step=5 * i)
+    request(name, prompt(size, seed=size), GENERATED, at_step=5 * i)
     for i, (name, size) in enumerate(SIZES.items())
 ]
 SERVERS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,7 @@ def test_no_request_holds_more_than_its_ceiling(llama: str, run_engine: Run, nam
         assert during_events <= (2 + asynchronous) * fresh(report)  # one more at a prompt's end
         assert report["most_held_tokens"] <= settings["ceiling"]
     assert {"ceiling"} <= {event["trigger"] for event in report["events"]}
-    assert all(len(output["tokens"]) == 300 for output in report["outputs"].values())
+    assert all(len(output["tokens"]) == GENERATED for output in report["outputs"].values())
     if name not in ("pressure", "reading"):
         check_as_alone(report["outputs"], SIZES)
     assert report["free_at_end"] == report["num_blocks"] - 1
