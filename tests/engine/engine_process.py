@@ -121,6 +121,7 @@ class Bookkeeping:
         kept, (group,) = self.scheduler.states.kept, self.worker.compression.groups.values()
         numbers = {state.number for states in kept._by_hash.values() for state in states}
         unsent = set(self.scheduler.states._saves.values())
+        assert not self.scheduler.states.kept.expected, "no request waits at the end"
         assert numbers - unsent <= set(group.tables.saved) <= numbers | set(kept._dropped)
         return len(numbers)
 

@@ -272,3 +272,46 @@ def test_state_left_under_memory_pressure_is_continued(llama: str, run_engine: R
     )
     assert report["conversations_continued"] > 0
     assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+CROWDED: dict[str, Any] = {"policy": "keydiff", "budget": 0.25, "reuse_conversations": "reuse"}
+CROWDED |= {"min_tokens": 0}
+
+
+def test_waiting_turns_find_their_states_in_a_pool_for_three_whole_histories(
+    llama: str, run_engine: Run
+) -> None:
+    """Turns whose states were evicted before they came do not evict those of the others."""
+    first = [[request(f"a{i}", prompt(320, seed=i), 8)] for i in range(6)]
+    second = [request(f"b{i}", prompt(160, seed=10 + i), 24, follows=f"a{i}") for i in range(6)]
+    small = {"num_gpu_blocks_override": 48, "max_model_len": 544}
+    tight, roomy = (
+        run_engine(llama, [*first, second], settings=CROWDED, environment=CHECKED, **pool)
+        for pool in (small, {})
+    )
+    assert roomy["conversations_continued"] == 6
+    assert tight["conversations_continued"] == 4
+    for name in ("b2", "b3", "b4", "b5"):
+        assert tight["outputs"][name] == roomy["outputs"][name], name
+    assert tight["free_at_end"] == tight["num_blocks"] - 1
+
+
+def test_a_new_request_does_not_wait_for_a_long_answer_to_end(llama: str, run_engine: Run) -> None:
+    """Where no blocks become free soon it takes the states of the last ones in the queue."""
+    first = [[request(f"a{i}", prompt(320, seed=i), 8)] for i in range(4)]
+    second = [
+        request("long", prompt(128, seed=20), 180),
+        request("new", prompt(790, seed=21), 8, at_step=12),
+    ]
+    for i in reversed(range(4)):  # states of the last turns are still in the pool
+        tokens = prompt(160, seed=10 + i)
+        second.append(request(f"b{i}", tokens, 8, follows=f"a{i}", at_step=12))
+    small = {"num_gpu_blocks_override": 42, "max_model_len": 800}
+    report = run_engine(llama, [*first, second], settings=CROWDED, environment=CHECKED, **small)
+    begun, long = (
+        [step for step, held in enumerate(report["held"]) if name in held]
+        for name in ("new", "long")
+    )
+    assert begun[0] == long[0] + 12
+    assert len(long) > 100
+    assert report["conversations_continued"] == 1

@@ -194,7 +194,11 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             more = self._blocks_of_events(record.ledger, num_tokens, start, reserved > 0)
             if reserved and record.ledger.rule.reserves_growth:
                 more = max(more, self._blocks_of_growth(record, num_tokens))
-            return max(0, num_blocks + more + reserved)
+            num_blocks = max(0, num_blocks + more + reserved)
+            kept = self.states.kept
+            if kept.expected:
+                num_blocks += kept.leave_to_others(request_id, num_blocks, self._frees_soon())
+            return num_blocks
         if num_tokens_main_model == total_computed_tokens:  # a connector loads the rest
             return num_blocks
         selected = request_id in self.table.selected
@@ -209,6 +213,17 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             self.table.selected.remove(request_id)
             return num_blocks
         return num_with_event
+
+    def _frees_soon(self) -> bool:
+        """Whether a prompt is read or an event runs, behind which blocks become free."""
+        if self.table.awaiting_event:
+            return True
+        for request_id, blocks in self.req_to_blocks.items():
+            ledger = self.table[request_id].ledger
+            is_read = 0 < len(blocks) * self.block_size < ledger.num_prompt_tokens
+            if self._held(request_id).event is not None or (is_read and not ledger.rule.keeps_all):
+                return True
+        return False
 
     def _blocks_of_events(
         self, ledger: RequestLedger, num_tokens: int, start: int | None, has_others: bool
@@ -304,6 +319,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         )
         record, held, group = self.table[request_id], self._held(request_id), self.kv_cache_group_id
         beginning, record.reuse.beginning = record.reuse.beginning, None
+        self.states.kept.expected.pop(request_id, None)
         if beginning is not None:
             state = beginning.state
             if beginning.copied_block is not None:

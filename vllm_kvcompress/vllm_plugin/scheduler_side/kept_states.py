@@ -179,14 +179,17 @@ class KeptStates:
         block_pool: vLLM's block pool.
         host: copies in host memory; None: evicted states are forgotten.
         stats: statistics of the step, in which states are counted.
+        expected: states that waiting requests can begin with, by request id, in their order.
     """
 
     def __init__(self, block_pool: BlockPool, host: HostCopies | None = None) -> None:
         self.block_pool = block_pool
         self.host = host
         self.stats = StepStats()
+        self.expected: dict[str, KeptState] = {}
         self._transfers: list[HostTransfer | BlockCopy] = []
         self._may_restore = True
+        self._is_short = False  # whether the last new request found too little beside expected ones
         self._superseded: set[int] = set()
         self._by_hash: dict[Hashable, list[KeptState]] = {}
         self._by_block: dict[int, list[KeptState]] = {}
@@ -239,8 +242,9 @@ class KeptStates:
         Args:
             blocks: blocks that the request holds.
             superseded: whether the request has compressed them, so that only a branch of its
-                conversation would begin with them. Where states take more than half of the pool
-                these blocks go first; else they wait their turn.
+                conversation would begin with them. Where states take more than half of the pool,
+                or a request has waited for others', these blocks go first; else they wait their
+                turn.
 
         Returns:
             The blocks that the caller frees.
@@ -249,11 +253,55 @@ class KeptStates:
         kept = [block for block in held if block in self]
         self.block_pool.unpin_blocks(kept, self._evict)
         freed = [block for block in held if block not in self]
-        if superseded and 2 * len(self._by_block) > self.block_pool.num_gpu_blocks:
-            idle = [block for block in kept if block.ref_cnt == 0]
-            self.block_pool.touch(idle)  # freed once more, they go to the front of the queue
-            freed += idle
+        is_crowded = 2 * len(self._by_block) > self.block_pool.num_gpu_blocks
+        if superseded and (is_crowded or (self.expected and self._is_short)):
+            freed += self._take_idle(kept)
         return freed
+
+    def leave_to_others(self, request_id: str, num_blocks: int, may_wait: bool) -> int:
+        """Has vLLM give a new request other blocks than those of expected states, if there are any.
+
+        Without its state a conversation is read again, in several times as many blocks, which
+        evict further states.
+
+        Args:
+            request_id: the new request.
+            num_blocks: blocks that it needs.
+            may_wait: whether it waits if these are not free beside the states. Else it takes those
+                of the requests that are last in the queue.
+
+        Returns:
+            Number of blocks that must be free beside those that it needs.
+        """
+        others = self._expected_by_others(request_id)
+        num_expected = sum(len(state.blocks) for state in others)
+        shortage = num_blocks + num_expected - self.block_pool.get_num_free_blocks()
+        self._is_short = shortage > 0
+        if self._is_short and may_wait:
+            return num_expected
+        while shortage > 0 and others:
+            state = others.pop()
+            self.expected = {each: s for each, s in self.expected.items() if s is not state}
+            self.block_pool.free_blocks(self._take_idle(state.blocks))
+            shortage -= len(state.blocks)
+        for state in others:  # to the end of the queue, behind what was freed since
+            self.block_pool.unpin_blocks(self._take_idle(state.blocks), self._evict)
+        return 0
+
+    def _expected_by_others(self, request_id: str) -> list[KeptState]:
+        """Returns the expected states whose kept blocks no request holds, each once, in order."""
+        for each, state in list(self.expected.items()):
+            if self._current(state.number, state.hashes[0]) is not state:
+                del self.expected[each]  # it has been forgotten
+        own = self.expected.get(request_id)
+        idle = (state for state in self.expected.values() if state.kept[0].ref_cnt == 0)
+        return list(dict.fromkeys(state for state in idle if state is not own))
+
+    def _take_idle(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Holds the blocks that nobody does; freed once more they go to the front of the queue."""
+        idle = [block for block in blocks if block.ref_cnt == 0]
+        self.block_pool.touch(idle)
+        return idle
 
     def begin(self, beginning: Beginning, is_context: bool) -> None:
         """Holds a state's kept blocks for a request; block managers hold the others."""

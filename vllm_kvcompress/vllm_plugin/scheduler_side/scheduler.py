@@ -375,6 +375,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if self.table is not None and request.request_id not in self.requests:
             usage = self.kv_cache_manager.block_pool.get_usage()
             self.table.open(request, has_room=not self.waiting and usage <= MAX_USAGE_OF_ROOM)
+            self.states.expect(request, self.table[request.request_id])
             if self.canary is not None and request.request_id not in self.table.shadows:
                 self.canary.watch(request)
         super().add_request(request)

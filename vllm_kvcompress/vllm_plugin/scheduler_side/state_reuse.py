@@ -47,6 +47,14 @@ class StateReuse:
         self.kept = KeptStates(block_pool, host)
         self._saves: dict[str, int] = {}
 
+    def expect(self, request: Request, record: RequestCompression) -> None:
+        """Notes the state that a waiting request can begin with, unless it would be spilled."""
+        if self.kept.host is not None:
+            return
+        beginning = self._best_beginning(request, record, num_cached=0)
+        if beginning is not None:
+            self.kept.expected[request.request_id] = beginning.state
+
     def find_beginning(
         self, request: Request, record: RequestCompression, num_cached: int = 0
     ) -> Beginning | None:
@@ -130,6 +138,7 @@ class StateReuse:
             manager: block manager of the compressed group.
             others: those of the groups of Mamba layers.
         """
+        self.kept.expected.pop(request.request_id, None)
         if record.reuse.how is None and not record.prepares:
             return
         computed = request.num_computed_tokens - request.num_in_flight_tokens
