@@ -215,7 +215,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         return num_with_event
 
     def _frees_soon(self) -> bool:
-        """Whether a prompt is read or an event runs, behind which blocks become free."""
+        """Whether a prompt is being read or an event runs: both free blocks when they are done."""
         if self.table.awaiting_event:
             return True
         for request_id, blocks in self.req_to_blocks.items():

@@ -190,6 +190,7 @@ class KeptStates:
         self._transfers: list[HostTransfer | BlockCopy] = []
         self._may_restore = True
         self._is_short = False  # whether the last new request found too little beside expected ones
+        self._num_ahead = 0  # blocks that vLLM hands out before it comes to expected ones
         self._superseded: set[int] = set()
         self._by_hash: dict[Hashable, list[KeptState]] = {}
         self._by_block: dict[int, list[KeptState]] = {}
@@ -258,6 +259,11 @@ class KeptStates:
             freed += self._take_idle(kept)
         return freed
 
+    def expect(self, request_id: str, state: KeptState) -> None:
+        """Notes the state that a waiting request can begin with; vLLM reuses its blocks last."""
+        self.expected[request_id] = state
+        self._move_to_end(state)
+
     def leave_to_others(self, request_id: str, num_blocks: int, may_wait: bool) -> int:
         """Has vLLM give a new request other blocks than those of expected states, if there are any.
 
@@ -284,8 +290,11 @@ class KeptStates:
             self.expected = {each: s for each, s in self.expected.items() if s is not state}
             self.block_pool.free_blocks(self._take_idle(state.blocks))
             shortage -= len(state.blocks)
-        for state in others:  # to the end of the queue, behind what was freed since
-            self.block_pool.unpin_blocks(self._take_idle(state.blocks), self._evict)
+        self._num_ahead -= num_blocks
+        if self._num_ahead < 0:
+            for state in others:
+                self._move_to_end(state)
+            self._num_ahead = -shortage
         return 0
 
     def _expected_by_others(self, request_id: str) -> list[KeptState]:
@@ -297,8 +306,15 @@ class KeptStates:
         idle = (state for state in self.expected.values() if state.kept[0].ref_cnt == 0)
         return list(dict.fromkeys(state for state in idle if state is not own))
 
+    def _move_to_end(self, state: KeptState) -> None:
+        """Moves a state's blocks to the end of the free queue, behind what was freed since."""
+        self.block_pool.unpin_blocks(self._take_idle(state.blocks), self._evict)
+
     def _take_idle(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Holds the blocks that nobody does; freed once more they go to the front of the queue."""
+        """Holds those of the blocks that no request holds.
+
+        Freed again they go to the front of vLLM's free queue, unpinned to its end.
+        """
         idle = [block for block in blocks if block.ref_cnt == 0]
         self.block_pool.touch(idle)
         return idle

@@ -53,7 +53,7 @@ class StateReuse:
             return
         beginning = self._best_beginning(request, record, num_cached=0)
         if beginning is not None:
-            self.kept.expected[request.request_id] = beginning.state
+            self.kept.expect(request.request_id, beginning.state)
 
     def find_beginning(
         self, request: Request, record: RequestCompression, num_cached: int = 0
