@@ -18,8 +18,9 @@ from vllm_kvcompress.config.auto import (
     PROFILED_POLICY,
     PROFILED_POLICY_BELOW,
 )
+from vllm_kvcompress.config.fields import AUTO_MIN_ANSWER_TOKENS, DEFAULT_MIN_TOKENS
 from vllm_kvcompress.config.request import RequestOptions
-from vllm_kvcompress.config.settings import AUTO_MIN_ANSWER_TOKENS, DEFAULT_MIN_TOKENS, Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.config.texts import budget_text
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve

@@ -22,7 +22,7 @@ from typing import Any
 from conversations import LATE, Asked, needles, requests, words
 from vllm_kvcompress.cli.eval import engine_option
 from vllm_kvcompress.config.auto import profile_beside
-from vllm_kvcompress.config.settings import DEFAULT_MIN_TOKENS
+from vllm_kvcompress.config.fields import DEFAULT_MIN_TOKENS
 from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question

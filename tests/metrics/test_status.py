@@ -9,7 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge
 
 from vllm_kvcompress.compression.recent_events import NUM_EVENTS
-from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.fields import SETTINGS_KEY
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats

@@ -19,7 +19,8 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 
 from tests.prompts.test_shortener import LONG, SHORT, Scorer, settings
 from tests.prompts.trained import train
-from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.fields import SETTINGS_KEY
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.metrics.prompts import PromptMetrics

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.config.settings import (
+from vllm_kvcompress.config.fields import (
     PROMPTS_PLUGIN,
     PROTECT_PLUGIN,
     SETTINGS_KEY,
     STATUS_PLUGIN,
-    Settings,
 )
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.config.texts import budget_text, heads_text
 from vllm_kvcompress.errors import ConfigError
 

@@ -27,7 +27,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.cli.command_forms import RAY, Given, PlainCommand, native
 from vllm_kvcompress.cli.cpu_memory import take_free_memory
 from vllm_kvcompress.cli.vllm_command import ServeRequest
-from vllm_kvcompress.config.settings import SETTINGS_KEY, STATUS_PLUGIN, Settings
+from vllm_kvcompress.config.fields import SETTINGS_KEY, STATUS_PLUGIN
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.capacity import CPU_BLOCK_SIZE

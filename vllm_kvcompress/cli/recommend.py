@@ -12,7 +12,8 @@ from typing import Any
 from vllm_kvcompress.cli import eval
 from vllm_kvcompress.cli.eval import plan_of, progress_bar, write_results
 from vllm_kvcompress.config.auto import AUTO
-from vllm_kvcompress.config.settings import DEFAULT_MIN_TOKENS, Settings
+from vllm_kvcompress.config.fields import DEFAULT_MIN_TOKENS
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation import runner
 from vllm_kvcompress.tools.evaluation.setups import FULL, TEXT, Setup

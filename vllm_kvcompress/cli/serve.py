@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm_kvcompress.cli.command_forms import FORMS, SHELL
 from vllm_kvcompress.cli.vllm_command import ServeRequest, read_request
-from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.fields import SETTINGS_KEY
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
 from vllm_kvcompress.prompts.settings import PromptSettings

@@ -18,7 +18,8 @@ import yaml
 
 from vllm_kvcompress.cli.loss_budget import resolve_budget
 from vllm_kvcompress.config.auto import AUTO, NO_POLICY, profile_beside
-from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.fields import SETTINGS_KEY
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import json_or_text
 from vllm_kvcompress.tools.files import read_within

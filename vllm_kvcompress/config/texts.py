@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vllm_kvcompress.config.auto import DEFAULT_BUDGET, DEFAULT_POLICY, MEASURING_PART
-from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
+from vllm_kvcompress.config.fields import SETTINGS_KEY
+from vllm_kvcompress.config.settings import Settings
 
 
 def budget_text(settings: Settings) -> str:

@@ -18,7 +18,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp
 from vllm.engine.protocol import EngineClient
 
-from vllm_kvcompress.config.settings import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
+from vllm_kvcompress.config.fields import PROMPTS_PLUGIN, SETTINGS_KEY
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.prompts.shortener import PromptShortener
 from vllm_kvcompress.vllm_plugin.api_server.request_bodies import BodyMiddleware

@@ -18,8 +18,9 @@ from starlette.types import ASGIApp
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+from vllm_kvcompress.config.fields import PROTECT_PLUGIN, SETTINGS_KEY
 from vllm_kvcompress.config.request import RequestOptions
-from vllm_kvcompress.config.settings import PROTECT_PLUGIN, SETTINGS_KEY, Settings
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.roles import RoleTokens, find_role_tokens, joined
 from vllm_kvcompress.scheduling.plan import num_in_spans

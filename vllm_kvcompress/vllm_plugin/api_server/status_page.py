@@ -24,7 +24,8 @@ from vllm.engine.protocol import EngineClient
 
 from vllm_kvcompress import __version__
 from vllm_kvcompress.compression.recent_events import NUM_EVENTS
-from vllm_kvcompress.config.settings import SETTINGS_KEY, STATUS_PLUGIN, Settings
+from vllm_kvcompress.config.fields import SETTINGS_KEY, STATUS_PLUGIN
+from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.metrics.status import RECENT_SECONDS, RecentRatio, totals
 from vllm_kvcompress.vllm_plugin.startup import compat
 

@@ -504,7 +504,8 @@ def build_engine(model: str, settings: dict[str, Any] | None, options: dict[str,
     """
     from vllm import LLM
 
-    from vllm_kvcompress.config.settings import SETTINGS_KEY, Settings
+    from vllm_kvcompress.config.fields import SETTINGS_KEY
+    from vllm_kvcompress.config.settings import Settings
 
     answer_for_vllm()
     allow_amx()  # our worker sees to it, stock vLLM's does not
