@@ -10,7 +10,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_kvcompress.vllm_plugin.startup.compat import ENGINE_MODULES
+from vllm_kvcompress.vllm_plugin.compat.engine import ENGINE_MODULES
 
 PRELOADED = (  # what engines import at their start
     "compressed_tensors",

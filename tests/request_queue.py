@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from tests.tiny_models import prompt
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.scheduling.rule import PolicyDemand
+from vllm_kvcompress.vllm_plugin.compat.scheduler import find_prefix_hit_within
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
@@ -26,7 +27,6 @@ from vllm_kvcompress.vllm_plugin.spec import (
     DependentMambaSpec,
     DependentSlidingWindowSpec,
 )
-from vllm_kvcompress.vllm_plugin.startup import compat
 
 BLOCK, WINDOW_BLOCKS = 16, 2
 LAYER = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -142,7 +142,7 @@ class Queue:
         if request.num_computed_tokens == 0:
             longest = record.longest_hit(request.num_tokens - 1, request.num_tokens, None)
             scheduler = SimpleNamespace(kv_cache_manager=self.cache)
-            blocks, num_hit, _ = compat.find_prefix_hit_within(scheduler, request, longest)
+            blocks, num_hit, _ = find_prefix_hit_within(scheduler, request, longest)
             hit = record.reuse.beginning = self.states.find_beginning(request, record, num_hit)
             if hit is not None:
                 groups = hit.groups(self.cache.block_pool.null_block)

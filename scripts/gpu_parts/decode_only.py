@@ -70,10 +70,10 @@ class _DecodeSteps:
     """Drives an engine step by step."""
 
     def __init__(self, llm: Any, case: DecodeCase) -> None:
-        from vllm_kvcompress.vllm_plugin.startup import compat
+        from vllm_kvcompress.vllm_plugin.compat.engine import engine_parts
 
         self.engine, self.case, self.counter = llm.llm_engine, case, counter_of(llm)
-        self.scheduler = compat.engine_parts(self.engine)[0]
+        self.scheduler = engine_parts(self.engine)[0]
         self.started: set[str] = set()
         self.kinds: list[tuple[int, int]] = []  # requests and tokens of every step
 

@@ -230,10 +230,10 @@ def serve_load(llm: Any, prompts: list[list[int]], max_tokens: int) -> Figures:
 
     from vllm import SamplingParams
 
-    from vllm_kvcompress.vllm_plugin.startup import compat
+    from vllm_kvcompress.vllm_plugin.compat.engine import engine_parts
 
     counter = counter_of(llm)
-    pool = compat.engine_parts(llm.llm_engine)[0].kv_cache_manager.block_pool
+    pool = engine_parts(llm.llm_engine)[0].kv_cache_manager.block_pool
     free, events = pool.get_num_free_blocks(), counter.triggers.copy()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     before = llm.collective_rpc(allocated)[0]

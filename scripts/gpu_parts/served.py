@@ -89,9 +89,9 @@ class EventCounter:
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
         """Called by vLLM after every step."""
         from vllm_kvcompress.metrics.stats import StepStats
-        from vllm_kvcompress.vllm_plugin.startup import compat
+        from vllm_kvcompress.vllm_plugin.compat.messages import detach_stats
 
-        values = None if scheduler_stats is None else compat.detach_stats(scheduler_stats)
+        values = None if scheduler_stats is None else detach_stats(scheduler_stats)
         if values is not None:
             self.triggers.update(event.trigger for event in StepStats.from_dict(values).events)
 

@@ -38,7 +38,8 @@ from vllm_kvcompress.tools.evaluation.runner import LOG, Plan
 from vllm_kvcompress.tools.evaluation.setups import AWARE, PREPARED, TEXT, Setup
 from vllm_kvcompress.tools.evaluation.summary import percent
 from vllm_kvcompress.tools.files import make_folder, write_whole
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.engine import greedy
+from vllm_kvcompress.vllm_plugin.compat.layers import attention_layers
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import layer_weights
 
 Heads = dict[str, list[list[float]]]  # figures by name, layer and head
@@ -87,7 +88,7 @@ def watch(worker: Any) -> None:
 def output_weights(worker: Any, group: Any) -> list[Tensor]:
     """Returns o_proj of a group's layers, each [num_query_heads, head_size, hidden size]."""
     model, needs = worker.model_runner.model, Needs(output_weight=True)
-    layers = compat.attention_layers(worker.vllm_config, list(group.layer_index))
+    layers = attention_layers(worker.vllm_config, list(group.layer_index))
     weights = [layer_weights(layer, model, needs).output_weight for layer in layers]
     return [weight.transpose(1, 2).flatten(0, 1) for weight in weights if weight is not None]
 
@@ -103,7 +104,7 @@ def watched(worker: Any) -> Heads:
 
 def measure(llm: Any, question: Question) -> Heads:
     """Asks one question in the engine's process, and returns what its attention has lost."""
-    params = compat.greedy(
+    params = greedy(
         max_tokens=question.max_tokens,
         extra_args=question.extra_args,
         prompt_logprobs=0 if question.predicted else None,  # no prefix-cache hits

@@ -30,7 +30,12 @@ from vllm_kvcompress.scheduling.draft_pace import CHOICES, MAX_DRAFTS, DraftPace
 from vllm_kvcompress.tools.benchmark.report import machine
 from vllm_kvcompress.tools.benchmark.shapes import VOCABULARY, ModelShape
 from vllm_kvcompress.tools.evaluation.texts import CHARACTERS_PER_TOKEN, KINDS
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.engine import (
+    build_engine,
+    engine_parts,
+    engine_scheduler,
+    greedy,
+)
 
 WARM_UP = 1  # turns that are not counted
 
@@ -146,14 +151,14 @@ def build(model: str, options: argparse.Namespace, longest: int, **more: Any) ->
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     settings = {"policy": "none", "draft": options.rule}
     engine = {"max_model_len": longest, "enforce_eager": True, **more}
-    return compat.build_engine(model, settings, engine)
+    return build_engine(model, settings, engine)
 
 
 def measure_costs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns seconds of cycles by size of the batch: medians and lower quartiles."""
     output, rows = (options.turns + WARM_UP) * sum(1 + number for number in CHOICES) + 1, []
     sizes, llm = random_engine(options, output)
-    drafter = compat.engine_parts(llm.llm_engine)[1].compression.drafter
+    drafter = engine_parts(llm.llm_engine)[1].compression.drafter
     for number, length in sizes:
         drafter.pace = pace = InTurns()
         generate(llm, number, length, output)
@@ -196,7 +201,7 @@ def generate(llm: Any, number: int, length: int, output: int) -> None:
     """Answers random prompts, the same whenever it is called; their blocks are hit then."""
     draw = random.Random(length)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(number)]
-    params = compat.greedy(max_tokens=output, ignore_eos=True, detokenize=False)
+    params = greedy(max_tokens=output, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
 
 
@@ -204,7 +209,7 @@ def measure_chosen(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns cycles by number of drafts, and seconds per token over those of no drafts."""
     rows: list[dict[str, Any]] = []
     sizes, llm = random_engine(options, options.output)
-    drafter = compat.engine_parts(llm.llm_engine)[1].compression.drafter
+    drafter = engine_parts(llm.llm_engine)[1].compression.drafter
     for number, length in sizes:
         paces, ratios = (Noting(), Noting(most=0)), []
         for repeat in range(options.repeats + 1):
@@ -228,8 +233,8 @@ def measure_accepted(options: argparse.Namespace) -> list[dict[str, Any]]:
     lengths = list(map(int, options.lengths.split(",")))
     llm = build(options.model, options, max(lengths) + options.output + 16)
     tokenizer = llm.get_tokenizer()
-    drafter = compat.engine_parts(llm.llm_engine)[1].compression.drafter
-    params, rows = compat.greedy(max_tokens=options.output, ignore_eos=True), []
+    drafter = engine_parts(llm.llm_engine)[1].compression.drafter
+    params, rows = greedy(max_tokens=options.output, ignore_eos=True), []
     for length in lengths:
         for kind in KINDS:
             drafter.pace = pace = Always()
@@ -263,10 +268,10 @@ def measure_beside(options: argparse.Namespace) -> list[dict[str, Any]]:
             "max_model_len": options.length + options.output + 16,
             "enforce_eager": True,
         }
-        llm = compat.build_engine(options.model, settings, engine)
+        llm = build_engine(options.model, settings, engine)
         accepted = note_accepted(llm, options.drafts)
         tokenizer = llm.get_tokenizer()
-        params = compat.greedy(max_tokens=options.output, ignore_eos=True)
+        params = greedy(max_tokens=options.output, ignore_eos=True)
         for kind in KINDS:
             prompts = [
                 {"prompt_token_ids": tokenizer.encode(text)[: options.length]}
@@ -300,7 +305,7 @@ def note_accepted(llm: Any, num_drafts: int) -> list[int]:
 
     Steps with fewer drafts, before an event or at an answer's end, are left out.
     """
-    scheduler, accepted = compat.engine_scheduler(llm.llm_engine), []
+    scheduler, accepted = engine_scheduler(llm.llm_engine), []
     make_stats = scheduler.make_spec_decoding_stats
 
     def noting(*args: Any, **given: Any) -> Any:

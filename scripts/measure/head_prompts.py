@@ -40,7 +40,7 @@ from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 
 
 def words_of(tokenizer: Any) -> list[int]:
-    """Tokens that are words, as the engine chooses them (`startup/compat.py`)."""
+    """Tokens that are words, as the engine chooses them (`compat/config.py`)."""
     special = {*tokenizer.all_special_ids}
     return sorted(
         number

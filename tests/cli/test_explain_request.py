@@ -21,7 +21,7 @@ from vllm_kvcompress.cli.explain_request import read_body
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.engine_process import EngineProcess
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.engine import greedy
 
 MODEL = str(ROOT / "models" / "reference")
 OPTIONS = {"enforce_eager": True, "max_model_len": 2048, "dtype": "float32"}
@@ -65,7 +65,7 @@ def serve_plainly(llm: Any, tokens: list[int]) -> tuple[list[int], Held]:
     """The answer to a prompt, and the keys that lie in the pages of every head at the end."""
     llm.collective_rpc(remember_pages)
     prompt = {"prompt_token_ids": tokens}
-    params = compat.greedy(max_tokens=70, ignore_eos=True)
+    params = greedy(max_tokens=70, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     return list(output.outputs[0].token_ids), llm.collective_rpc(pages_of)[0]
 

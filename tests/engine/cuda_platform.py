@@ -26,9 +26,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.engine.test_refusals import SETTINGS, engine_config
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler  # noqa: F401  (before CUDA)
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
-from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 from vllm_kvcompress.vllm_plugin.startup.registration import (
     AttentionBackendEnum,
     kernels_for,

@@ -65,7 +65,7 @@ def build_engine(scenario: dict[str, Any]) -> Any:
         }
     if (scenario.get("settings") or {}).get("draft"):
         from vllm_kvcompress.config.settings import Settings
-        from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
+        from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 
         given = plugin_options(Settings.from_dict(scenario["settings"]))
         arguments.setdefault("speculative_config", json.loads(given["speculative_config"]))
@@ -333,7 +333,7 @@ def count_preemptions(books: Bookkeeping, report: dict[str, Any]) -> None:
 
 def record_stats(books: Bookkeeping, report: dict[str, Any]) -> None:
     """Reports this package's part of the statistics that the scheduler makes every step."""
-    from vllm_kvcompress.vllm_plugin.startup.compat import detach_stats
+    from vllm_kvcompress.vllm_plugin.compat.messages import detach_stats
 
     make_stats = books.scheduler.make_stats
 

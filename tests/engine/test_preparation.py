@@ -16,8 +16,8 @@ from tests.engine.conftest import Run, request
 from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 from vllm_kvcompress.vllm_plugin.request_options import RequestCheck, request_options
-from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
 BLOCK, NUM_SINKS = 32, 4
 CONTEXT = prompt(400, seed=1)

@@ -13,8 +13,8 @@ from tests.tiny_models import prompt
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 from vllm_kvcompress.vllm_plugin.request_options import RequestCheck
-from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
 BLOCK, LAYERS = 32, 3
 CHECKED = {"KVCOMPRESS_CHECK": "1"}

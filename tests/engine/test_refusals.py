@@ -20,13 +20,9 @@ from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.vllm_plugin.compat.layers import cache_scales, shared_caches, view_scales
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 from vllm_kvcompress.vllm_plugin.startup import registration
-from vllm_kvcompress.vllm_plugin.startup.compat import (
-    cache_scales,
-    plugin_options,
-    shared_caches,
-    view_scales,
-)
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import REFUSED, SERVED
 from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (

@@ -14,8 +14,8 @@ import torch
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 from vllm_kvcompress.vllm_plugin.request_options import RequestCheck
-from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
 SERVER = {
     "policy": "adakv",

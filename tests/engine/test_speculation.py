@@ -7,7 +7,7 @@ from typing import Any
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 from vllm_kvcompress.config.settings import Settings
-from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 
 POLICIES = ("adakv+criticalkv", "h2o")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}

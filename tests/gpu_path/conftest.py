@@ -14,7 +14,7 @@ import pytest
 from tests.engine.conftest import Files, Run, run_engine  # noqa: F401
 from tests.gpu_path.stand_ins import taken_for_cuda
 from vllm_kvcompress.config.settings import Settings
-from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 
 STOCK = {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}
 ROOT = Path(__file__).parents[2]

@@ -44,7 +44,7 @@ from tests.engine import engine_process  # noqa: E402
 from tests.gpu_path.flash_attention import replace_flash_kernels  # noqa: E402
 from tests.gpu_path.stand_ins import replace_device  # noqa: E402
 from tests.gpu_path.torch_kernels import replace_triton_kernels  # noqa: E402
-from vllm_kvcompress.vllm_plugin.startup.compat import ENGINE_MODULES  # noqa: E402
+from vllm_kvcompress.vllm_plugin.compat.engine import ENGINE_MODULES  # noqa: E402
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm  # noqa: E402
 from vllm_kvcompress.vllm_plugin.worker_side.attention import base  # noqa: E402
 

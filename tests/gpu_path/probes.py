@@ -200,9 +200,9 @@ def by_head(report: dict[str, Any]) -> None:
 
 def takes_types_for_gpus(report: dict[str, Any]) -> None:
     """What attention on this CPU takes is not asked, which stock vLLM on GPUs would not be."""
-    from vllm_kvcompress.vllm_plugin.startup import compat
+    from vllm_kvcompress.vllm_plugin.startup import quantized
 
-    compat.reason_against_cpu_cache = lambda *_: None
+    quantized.reason_against_cpu_cache = lambda *_: None
 
 
 def latents(report: dict[str, Any]) -> None:

@@ -209,7 +209,7 @@ def test_several_processes_add_up_and_the_latest_gauge_counts(tmp_path: Path) ->
 
 def vllm_config(section: dict[str, object] | None) -> SimpleNamespace:
     """The parts of vLLM's configuration that the logger reads, as `serve` fills them."""
-    from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
+    from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 
     additional = {} if section is None else {"kvcompress": section}
     paths = plugin_options(SETTINGS)
@@ -233,11 +233,11 @@ def test_logger_takes_steps_from_vllms_statistics(process_registry: CollectorReg
     from vllm.v1.metrics.stats import SchedulerStats
 
     from vllm_kvcompress.vllm_plugin.api_server.stat_logger import CompressionStatLogger
-    from vllm_kvcompress.vllm_plugin.startup import compat
+    from vllm_kvcompress.vllm_plugin.compat.messages import attach_stats
 
     logger = CompressionStatLogger(vllm_config(SETTINGS.to_dict()), [0, 1])
     stats = SchedulerStats()
-    compat.attach_stats(stats, STEP.to_dict())
+    attach_stats(stats, STEP.to_dict())
     logger.record(stats, None, engine_idx=1)
     logger.record(None, None, engine_idx=1)
     logger.record(SchedulerStats(), None, engine_idx=1)
@@ -270,12 +270,12 @@ def test_vllms_own_loggers_pass_our_statistics_over() -> None:
     from vllm.v1.metrics.loggers import AggregatedLoggingStatLogger, LoggingStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_kvcompress.vllm_plugin.startup import compat
+    from vllm_kvcompress.vllm_plugin.compat.messages import attach_stats, detach_stats
 
     stats = SchedulerStats()
-    compat.attach_stats(stats, STEP.to_dict())
+    attach_stats(stats, STEP.to_dict())
     config = VllmConfig()
     for logger in (LoggingStatLogger(config), AggregatedLoggingStatLogger(config, [0])):
         logger.record(stats, None)
         logger.log()
-    assert compat.detach_stats(stats) == STEP.to_dict()
+    assert detach_stats(stats) == STEP.to_dict()

@@ -18,7 +18,7 @@ from vllm_kvcompress.metrics.stats import (
     SkippedRecord,
     StepStats,
 )
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.messages import attach_stats, detach_stats
 
 COUNTS = st.integers(0, 2**40)
 EVENTS = st.builds(
@@ -60,18 +60,18 @@ def test_step_survives_pickle_json_and_msgpack(step: StepStats) -> None:
 def test_step_travels_in_vllms_scheduler_statistics(step: StepStats) -> None:
     """Uses the encoder and decoder between vLLM's engine core and its API process."""
     stats = SchedulerStats(num_running_reqs=3)
-    compat.attach_stats(stats, step.to_dict())
+    attach_stats(stats, step.to_dict())
     received = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(stats))
     assert received.num_running_reqs == 3
-    values = compat.detach_stats(received)
+    values = detach_stats(received)
     assert values is not None
     assert StepStats.from_dict(values) == step
 
 
 def test_statistics_of_stock_vllm_carry_nothing_of_ours() -> None:
-    assert compat.detach_stats(SchedulerStats()) is None
+    assert detach_stats(SchedulerStats()) is None
     stats = SchedulerStats(cudagraph_stats=CUDAGraphStat(5, 8, 3, "PIECEWISE"))
-    assert compat.detach_stats(stats) is None
+    assert detach_stats(stats) is None
     assert stats == SchedulerStats(cudagraph_stats=CUDAGraphStat(5, 8, 3, "PIECEWISE"))
 
 
@@ -79,9 +79,9 @@ def test_statistics_of_stock_vllm_carry_nothing_of_ours() -> None:
 def test_detaching_our_statistics_leaves_those_of_vllm(own: CUDAGraphStat | None) -> None:
     """vLLM's loggers run after ours, and count CUDA graphs if asked to."""
     stats = SchedulerStats(cudagraph_stats=own)
-    compat.attach_stats(stats, StepStats(logical_tokens=7).to_dict())
+    attach_stats(stats, StepStats(logical_tokens=7).to_dict())
     assert stats != SchedulerStats(cudagraph_stats=own)
-    assert compat.detach_stats(stats) == StepStats(logical_tokens=7).to_dict()
+    assert detach_stats(stats) == StepStats(logical_tokens=7).to_dict()
     assert stats == SchedulerStats(cudagraph_stats=own)
 
 

@@ -101,7 +101,7 @@ def test_cpus_are_offered_only_what_their_attention_serves(
     """What was not measured on both models is ranked last."""
     monkeypatch.setattr(plan, "is_cpu_build", lambda: True)
     monkeypatch.setattr(
-        "vllm_kvcompress.vllm_plugin.startup.compat.reason_against_cpu_cache",
+        "vllm_kvcompress.vllm_plugin.compat.config.reason_against_cpu_cache",
         lambda name, *_: None if name in types else "says vLLM",
     )
     command = ["plan", llama_8b, "--kv-cache-memory=40GiB", "--context=32k", "--requests=16"]

@@ -10,13 +10,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.compat.config import kv_cache_groups
 from vllm_kvcompress.vllm_plugin.scheduler_side import block_manager  # noqa: F401  registers specs
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     DraftAttentionSpec,
     with_draft_layers,
 )
-from vllm_kvcompress.vllm_plugin.startup.compat import kv_cache_groups
 
 SETTINGS = Settings.from_dict({"policy": "adakv", "budget": 0.25})
 

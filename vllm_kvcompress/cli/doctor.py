@@ -142,7 +142,7 @@ def _backend() -> Iterator[Finding]:
     """The platform, and every class that serve would have vLLM load, through vLLM's own loaders."""
     from vllm.platforms import current_platform
 
-    from vllm_kvcompress.vllm_plugin.startup.compat import option_loaders, plugin_options
+    from vllm_kvcompress.vllm_plugin.compat.options import option_loaders, plugin_options
     from vllm_kvcompress.vllm_plugin.startup.registration import backend_paths
 
     yield Finding("backend", str(current_platform.device_name or current_platform.device_type))

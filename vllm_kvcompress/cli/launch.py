@@ -33,7 +33,9 @@ from vllm_kvcompress.config.texts import start_lines
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.capacity import CPU_BLOCK_SIZE
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
-from vllm_kvcompress.vllm_plugin.startup import compat, lifeline
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
+from vllm_kvcompress.vllm_plugin.compat.server import prepare_environment, run_api_server
+from vllm_kvcompress.vllm_plugin.startup import lifeline
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import is_ours
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine, check_server
@@ -87,7 +89,7 @@ def vllm_command(request: ServeRequest) -> list[str]:
     options, settings = {}, request.settings
     # Shorter prompts alone need nothing of the engine, so any model is served with them.
     if settings is not None and (settings.acts or settings.prompts is None):
-        paths = compat.plugin_options(settings)
+        paths = plugin_options(settings)
         options = {name.replace("_", "-"): path for name, path in paths.items()}
         if current_platform.is_cpu():
             options["block-size"] = str(CPU_BLOCK_SIZE)
@@ -121,7 +123,7 @@ def serve(command: list[str]) -> None:
         EngineError: the server ended although nobody had asked it to.
     """
     answer_for_vllm()
-    compat.prepare_environment()
+    prepare_environment()
     subcommand, arguments = parse(command)
     configure_logging_from_args(arguments)
     subcommand.validate(arguments)
@@ -167,7 +169,7 @@ def _run_one_server(arguments: argparse.Namespace) -> None:
     """Serves until it is asked to end; EngineError: it ended otherwise."""
     arguments.api_server_count = None  # none of several
     loop = _Loop()
-    server = compat.run_api_server(arguments, _end_start)
+    server = run_api_server(arguments, _end_start)
     uvloop.run(server, loop_factory=lambda: loop)
     if not loop.asked_to_end:
         raise EngineError(

@@ -108,7 +108,7 @@ def _served_types(shape: ModelShape, block_size: int, on_cpu: bool) -> list[str]
         return list(LOSSES)
     import torch
 
-    from vllm_kvcompress.vllm_plugin.startup.compat import reason_against_cpu_cache
+    from vllm_kvcompress.vllm_plugin.compat.config import reason_against_cpu_cache
 
     known = torch.bfloat16, block_size, shape.head_size
     return [name for name in LOSSES if reason_against_cpu_cache(name, *known) is None]

@@ -1,7 +1,7 @@
 """Statistics of scheduler steps, on their way to /metrics: plain values and lists. No torch.
 
 The engine core fills a `StepStats` per step; as a dictionary it survives pickle, JSON and
-msgpack, which is how it reaches the API process (`vllm_plugin/startup/compat.py`), where
+msgpack, which is how it reaches the API process (`vllm_plugin/compat/messages.py`), where
 `vllm_plugin/api_server/stat_logger.py` hands it to the collectors of `prometheus.py`. A field that
 is added to a counter has the counter's name and help.
 """

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.files import append
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.engine import ENGINE_MODULES, build_engine, refuses_request
 
 _ENDS_AT_ONCE = "vllm_kvcompress.tools.ends_at_once"
 
@@ -49,7 +49,7 @@ class EngineProcess:
     ) -> None:
         append(log, "")  # raises here if the child could not write
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_ENDS_AT_ONCE, *compat.ENGINE_MODULES])
+        context.set_forkserver_preload([_ENDS_AT_ONCE, *ENGINE_MODULES])
         _start_fork_server()
         self._log = log
         self._pipe, child_pipe = context.Pipe()
@@ -128,7 +128,7 @@ def _serve_calls(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     gc.freeze()  # keeps vLLM's imports out of the collections during its start
-    llm = compat.build_engine(model, settings, options)
+    llm = build_engine(model, settings, options)
     pipe.send(("ready", None))
     while True:
         try:
@@ -138,7 +138,7 @@ def _serve_calls(
         try:
             pipe.send(("reply", handle(llm, argument)))
         except Exception as error:
-            if not compat.refuses_request(error):
+            if not refuses_request(error):
                 raise
             pipe.send(("error", str(error)))
 

@@ -62,7 +62,7 @@ def measure_queries(model: str, prompts: dict[str, int], options: dict[str, Any]
 
 def _engine(model: str, length: int, options: dict[str, Any], policy: str) -> Any:
     """Builds an engine that reads prompts of `length` tokens in one step."""
-    from vllm_kvcompress.vllm_plugin.startup.compat import build_engine
+    from vllm_kvcompress.vllm_plugin.compat.engine import build_engine
 
     sizes = {"max_model_len": length, "max_num_batched_tokens": length, "max_num_seqs": 1}
     try:

@@ -127,7 +127,7 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
     subclasses of their own interface only, so this is both. It leaves logits as they are: under V1
     greedy sampling never calls it, under V2 no request needs it.
 
-    The class's name holds the server's settings, behind `RequestCheck_` (`compat.plugin_options`):
+    The class's name holds the server's settings, behind `RequestCheck_` (`plugin_options`):
     see "Hooks that vLLM lacks" in docs/vllm-versions.md.
 
     Attributes:

@@ -151,7 +151,7 @@ def _answer(engine: Any, name: str, choices: dict[str, Any]) -> list[Any]:
 
 def _count_events(engine: Any) -> list[list[int]]:
     """Returns a list that grows by [blocks freed, blocks written] with every event."""
-    from vllm_kvcompress.vllm_plugin.startup.compat import detach_stats
+    from vllm_kvcompress.vllm_plugin.compat.messages import detach_stats
 
     scheduler, events = engine.engine_core.engine_core.scheduler, []
     make_stats = scheduler.make_stats

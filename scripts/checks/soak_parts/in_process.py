@@ -18,7 +18,7 @@ MAX_STEPS = 20_000  # of a batch; more, and the engine does not come to an end
 
 def drive(llm: Any, batch: Batch) -> Served:
     """Serves a batch; called in the engine's process (`EngineProcess`)."""
-    from vllm_kvcompress.vllm_plugin.startup.compat import engine_parts
+    from vllm_kvcompress.vllm_plugin.compat.engine import engine_parts
 
     driver = _Driver(llm.llm_engine, batch)
     scheduler, _ = engine_parts(llm.llm_engine)
@@ -117,7 +117,7 @@ class _Counts:
             return preempt(*args, **kwargs)
 
         def recording(*args: Any, **kwargs: Any) -> Any:
-            from vllm_kvcompress.vllm_plugin.startup.compat import detach_stats
+            from vllm_kvcompress.vllm_plugin.compat.messages import detach_stats
 
             stats = make_stats(*args, **kwargs)
             ours = stats and detach_stats(stats)

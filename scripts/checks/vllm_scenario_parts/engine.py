@@ -87,7 +87,7 @@ class Engine:
     """
 
     def __init__(self, llm: Any) -> None:
-        from vllm_kvcompress.vllm_plugin.startup.compat import engine_parts
+        from vllm_kvcompress.vllm_plugin.compat.engine import engine_parts
 
         self._engine = llm.llm_engine
         self.scheduler, _ = engine_parts(self._engine)

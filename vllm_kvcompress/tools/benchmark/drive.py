@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from vllm_kvcompress.tools.benchmark.scenarios import SCENARIOS, Arrival, Load, Size
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.engine import attention_modules, engine_parts, greedy
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Driver:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._scheduler, self._worker = compat.engine_parts(engine)
+        self._scheduler, self._worker = engine_parts(engine)
         self._outputs: dict[str, Any] = {}  # vLLM's, the latest of each request
         self._steps: list[Step] = []
         self._preemptions = 0
@@ -157,7 +157,7 @@ class Driver:
         if arrival.follows is not None:
             former = self._outputs[arrival.follows]
             prompt = [*former.prompt_token_ids, *former.outputs[0].token_ids, *prompt]
-        params = compat.greedy(max_tokens=arrival.max_tokens, ignore_eos=True, detokenize=False)
+        params = greedy(max_tokens=arrival.max_tokens, ignore_eos=True, detokenize=False)
         self._engine.add_request(arrival.name, {"prompt_token_ids": prompt}, params)
 
     def _step(self) -> set[str]:
@@ -215,7 +215,7 @@ class Driver:
             self._attention_seconds += time.perf_counter() - started
 
         hooks = []
-        for module in compat.attention_modules(self._worker):
+        for module in attention_modules(self._worker):
             hooks.append(module.register_forward_pre_hook(before))
             hooks.append(module.register_forward_hook(after))
         return hooks

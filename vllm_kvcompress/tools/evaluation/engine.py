@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from vllm_kvcompress.tools.engine_process import EngineProcess
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.config import cache_bytes_per_token
+from vllm_kvcompress.vllm_plugin.compat.engine import greedy
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _ask(llm: Any, call: tuple[Sequence[Question], bool]) -> list[Reply]:
 
     questions, compresses = call
     params = [
-        compat.greedy(
+        greedy(
             max_tokens=question.max_tokens,
             extra_args=question.extra_args if compresses else None,
             prompt_logprobs=0 if question.predicted else None,
@@ -119,7 +120,7 @@ def _ask(llm: Any, call: tuple[Sequence[Question], bool]) -> list[Reply]:
     prompts = [{"prompt_token_ids": question.prompt} for question in questions]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     events = llm.collective_rpc(recorded_events)[0] if compresses else []
-    bytes_per_token = compat.cache_bytes_per_token(llm.llm_engine.vllm_config)
+    bytes_per_token = cache_bytes_per_token(llm.llm_engine.vllm_config)
     return [
         _reply(question, output, events, bytes_per_token, prepared_by.get(number))
         for number, (question, output) in enumerate(zip(questions, outputs, strict=True))
@@ -134,7 +135,7 @@ def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
     outputs = llm.generate(
         [{"prompt_token_ids": [*each.context, *each.repetition]} for each in prepared.values()],
         [
-            compat.greedy(max_tokens=1, extra_args=each.extra_args | {"kv_prepare": 1})
+            greedy(max_tokens=1, extra_args=each.extra_args | {"kv_prepare": 1})
             for each in prepared.values()
         ],
         use_tqdm=False,

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.prompts.roles import find_role_tokens, joined
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.engine import engine_scheduler, greedy
 
 TEMPLATE_KEYS = (
     *("tools", "chat_template", "chat_template_kwargs"),
@@ -107,7 +107,7 @@ def explain(llm: Any, body: dict[str, Any]) -> dict[str, Any]:
     if body.get("roles"):
         body = _protecting(llm, body)
     skipped: Counter[str] = Counter()
-    _count_skipped(compat.engine_scheduler(llm.llm_engine), skipped)
+    _count_skipped(engine_scheduler(llm.llm_engine), skipped)
     llm.collective_rpc(watch)
     output = _answer(llm, body)
     choice = output.outputs[0]
@@ -155,7 +155,7 @@ def _count_skipped(scheduler: Any, skipped: Counter[str]) -> None:
 
 def _answer(llm: Any, body: dict[str, Any]) -> Any:
     """Returns vLLM's output, greedy, for the body of a chat or a completion."""
-    params = compat.greedy(
+    params = greedy(
         max_tokens=body["max_tokens"],
         ignore_eos=bool(body.get("ignore_eos")),
         extra_args=body.get("vllm_xargs"),

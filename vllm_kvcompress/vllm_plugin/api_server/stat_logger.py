@@ -12,7 +12,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.stats import StepStats
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.messages import detach_stats
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_plugins, engine_settings
 
@@ -49,7 +49,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         """Records one step's statistics, if a batch of outputs carries them."""
         if self.metrics is None or scheduler_stats is None:
             return
-        values = compat.detach_stats(scheduler_stats)
+        values = detach_stats(scheduler_stats)
         if values is not None:
             stats = StepStats.from_dict(values)
             self.metrics.observe(stats, self.model_name, str(engine_idx))

@@ -27,7 +27,7 @@ from vllm_kvcompress.compression.recent_events import NUM_EVENTS
 from vllm_kvcompress.config.fields import SETTINGS_KEY, STATUS_PLUGIN
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.metrics.status import RECENT_SECONDS, RecentRatio, totals
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.server import ask_workers
 
 _SAMPLE_SECONDS = RECENT_SECONDS / 10  # counters are noted down, whether or not somebody looks
 _RPC_SECONDS = 1.0  # workers are asked no more often, however many look at the page
@@ -96,7 +96,7 @@ class Status:
             return
         from vllm_kvcompress.metrics.prometheus import process_metrics
 
-        engines = await compat.ask_workers(self._engine_client, "kvcompress_heads")
+        engines = await ask_workers(self._engine_client, "kvcompress_heads")
         for engine, (source, *_) in engines.items():
             self._heads[engine] = source
             process_metrics().show_heads(source, self._model, str(engine))
@@ -124,7 +124,7 @@ class Status:
         """Returns the last events of all engines, latest first, with the heads of all ranks."""
         async with self._asking:
             if self._ours and time.monotonic() - self._asked >= _RPC_SECONDS:
-                engines = await compat.ask_workers(self._engine_client, "kvcompress_recent_events")
+                engines = await ask_workers(self._engine_client, "kvcompress_recent_events")
                 self._events = latest_first(engines)
                 self._asked = time.monotonic()
             return self._events

@@ -25,8 +25,8 @@ from vllm_kvcompress.metrics.stats import (
     ShadowRecord,
     StepStats,
 )
+from vllm_kvcompress.vllm_plugin.compat.scheduler import scoring_request, with_best_candidate
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import has_only_tokens
-from vllm_kvcompress.vllm_plugin.startup import compat
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -111,7 +111,7 @@ class Canary:
         is_plain = has_only_tokens(request) and not request.use_structured_output
         if is_plain and not request.resumable and params.logprob_token_ids is None:
             self._sampled[request.request_id] = Answer(request, params.logprobs)
-            request.sampling_params = compat.with_best_candidate(params)
+            request.sampling_params = with_best_candidate(params)
 
     def end(self, request: Request, record: RequestCompression) -> None:
         """Notes that a request ends; its last log-probabilities may still follow."""
@@ -172,7 +172,7 @@ class Canary:
         tokens = list(answer.request.all_token_ids[: self._max_tokens])
         # The last token before the answer is computed anew, since its logits are the first ones.
         self._table.shadows[self._shadow_id] = answer.request.num_prompt_tokens - 1
-        return compat.scoring_request(answer.request, self._shadow_id, tokens)
+        return scoring_request(answer.request, self._shadow_id, tokens)
 
     def take_back(self) -> str:
         """Queues the answer again whose shadow is to be aborted; returns that one's id."""

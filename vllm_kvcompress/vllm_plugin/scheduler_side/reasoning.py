@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from vllm_kvcompress.config.settings import Settings
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.config import reasoning_end_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +32,7 @@ class ReasoningEnd:
             return None
         drafts = config.speculative_config
         most_new = 1 if drafts is None else 1 + drafts.num_speculative_tokens
-        return cls(compat.reasoning_end_ids(config), most_new)
+        return cls(reasoning_end_ids(config), most_new)
 
     def find(self, request: Request) -> int | None:
         """Returns the request's logical tokens up to the end, inclusive; None: not generated."""

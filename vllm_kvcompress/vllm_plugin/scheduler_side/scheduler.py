@@ -31,6 +31,23 @@ from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.scheduling.rule import CompressionRule
+from vllm_kvcompress.vllm_plugin.compat.messages import (
+    attach_plan,
+    attach_stats,
+    attached_plan,
+    attached_report,
+)
+from vllm_kvcompress.vllm_plugin.compat.scheduler import (
+    SchedulerHooks,
+    blocks_to_admit,
+    drop_drafts_beside_sampling,
+    enable_chunk_ends,
+    find_prefix_hit_within,
+    first_to_admit,
+    recomputes_failed_loads,
+    reserve_drafts,
+    wrap_connector,
+)
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     CompressedBlockManager,
@@ -45,7 +62,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTabl
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import SAFE_HISTORY, StateReuse
 from vllm_kvcompress.vllm_plugin.scheduler_side.whole_blocks import WholeBlocks, limit_connector
 from vllm_kvcompress.vllm_plugin.spec import QueryBuffers, spill_slots, spilled_block_bytes
-from vllm_kvcompress.vllm_plugin.startup import compat, versions
+from vllm_kvcompress.vllm_plugin.startup import versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import engine_settings
 
@@ -79,7 +96,7 @@ _DRAFT = (
 _WINDOW = "; events look at new queries, so a turn of fewer than %d tokens reads old ones again"
 
 
-class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
+class CompressionMixin(CompressingScheduler, SchedulerHooks):
     """Adds to a scheduler: chunk ends at event positions, plans for the workers, statistics.
 
     Without compressed layers (no policy, or a budget of 1.0) every method only calls `super()`.
@@ -106,7 +123,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if not self.compressed:
             return
         if self.compressed[0].kv_cache_spec.settings.draft is not None:
-            compat.reserve_drafts(self, MAX_DRAFTS)
+            reserve_drafts(self, MAX_DRAFTS)
         self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
         self.table.whole_images = self.vllm_config.model_config.is_mm_prefix_lm
@@ -120,9 +137,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             self.canary.stats = self._step_stats
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.states.kept)
-        self._connector = compat.wrap_connector(self, self._limit_connector)
+        self._connector = wrap_connector(self, self._limit_connector)
         self.table.has_connector = self._connector is not None
-        compat.enable_chunk_ends(self)
+        enable_chunk_ends(self)
         for manager in managers:
             self._share_table(manager)
         self._announce()
@@ -234,7 +251,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.table.selected.clear()
         self.table.written.clear()
         if self.spec.settings.draft is not None:
-            compat.drop_drafts_beside_sampling(self)
+            drop_drafts_beside_sampling(self)
         if self.canary is not None:
             self._give_way(self.canary)
         if self.spec.pressure_mark is not None and self.running:
@@ -247,7 +264,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             self.checks.after_step(self.requests)
             plan.tags = self.checks.tags(output, plan, self.requests)
         if plan:
-            compat.attach_plan(output, plan)
+            attach_plan(output, plan)
         return output
 
     def _give_way(self, canary: Canary) -> None:
@@ -359,7 +376,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         record = self.table[request.request_id]
         longest = record.longest_hit(hit[1], request.num_tokens, self.spec.chunks)
         if longest < hit[1]:  # of a window or a state the blocks before its end say nothing
-            hit = (*compat.find_prefix_hit_within(self, request, longest), *hit[3:])
+            hit = (*find_prefix_hit_within(self, request, longest), *hit[3:])
         if any(value is not None for value in (*args, *kwargs.values())):
             record.reuse.beginning = None
             return hit
@@ -410,7 +427,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         freed already. Nothing is loaded for them again.
         """
         affected = super().handle_invalid_blocks(invalid_ids, *args, **kwargs)
-        if self.table is None or not compat.recomputes_failed_loads(self):
+        if self.table is None or not recomputes_failed_loads(self):
             return affected
         for request in [each for each in self.running if each.request_id in affected]:
             first = request.num_computed_tokens // self.spec.block_size
@@ -445,8 +462,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         A request that ends with this step's token anyway has no error, since an event is for later
         tokens, unless it was sent to prepare a context.
         """
-        plan = compat.attached_plan(scheduler_output)
-        report = compat.attached_report(model_runner_output)
+        plan = attached_plan(scheduler_output)
+        report = attached_report(model_runner_output)
         for policy, seconds in report.seconds:
             self._step_stats.durations.append(DurationRecord(policy, seconds))
         errors: list[tuple[int, EngineCoreOutput]] = []
@@ -542,7 +559,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if (host := self.states.kept.host) is not None:
             step.spilled_states, step.spilled_tokens = len(host), host.num_tokens
             step.spilled_bytes = host.num_bytes
-        compat.attach_stats(stats, step.to_dict())
+        attach_stats(stats, step.to_dict())
         return stats
 
     def _step_plan(self, table: RequestTable, output: SchedulerOutput) -> StepPlan:
@@ -600,12 +617,12 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
 
     def _blocks_to_admit(self, table: RequestTable) -> int:
         """Counts the free blocks that the first waiting request needs; 0: none waits for them."""
-        request = compat.first_to_admit(self)
+        request = first_to_admit(self)
         if request is None:
             return 0
         num_tokens, record = request.num_tokens, table[request.request_id]
         longest = record.longest_hit(num_tokens - 1, num_tokens, self.spec.chunks)
-        return compat.blocks_to_admit(self, request, longest)
+        return blocks_to_admit(self, request, longest)
 
     def _count_pages(self, rule: ReadRule, ledger: RequestLedger, num_tokens: int) -> None:
         """Counts the pages of a decode step at `num_tokens` tokens, which reads a part of them."""

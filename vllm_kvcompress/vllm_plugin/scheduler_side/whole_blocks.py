@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import SupportsHMA
 from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.vllm_plugin.compat.scheduler import without_requests
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
-from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import reads_prompts_whole
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class WholeBlocks:
         for request_id in hidden:
             self._end(request_id, 0)  # unless it has ended: it began with a kept state
         over = {each for each in output.finished_req_ids if self._ended(each)}
-        visible = compat.without_requests(
+        visible = without_requests(
             output,
             hidden | self._read_in_parts(output),
             finished=(output.finished_req_ids - over) | self._ending,

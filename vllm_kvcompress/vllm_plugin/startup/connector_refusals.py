@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.scheduler import child_connectors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,7 +72,7 @@ def reads_prompts_whole(connector: Any) -> bool:
     """Whether a connector's prompts have to be read in one step, since it stores them in that."""
     several = KVConnectorFactory.get_connector_class_by_name(_SEVERAL)
     if isinstance(connector, several):
-        return any(map(reads_prompts_whole, compat.child_connectors(connector)))
+        return any(map(reads_prompts_whole, child_connectors(connector)))
     return isinstance(connector, KVConnectorFactory.get_connector_class_by_name(_READS_WHOLE))
 
 

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.config import has_indexer, takes_amx_mla
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
 
@@ -25,7 +25,7 @@ def reasons_against_latents(config: VllmConfig, settings: Settings) -> Iterator[
 
 def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
     """Yields a refusal for everything of the engine that does not work."""
-    if compat.has_indexer(config.model_config):
+    if has_indexer(config.model_config):
         yield (
             f"{config.model_config.architecture} reads the tokens that its indexer chooses by a "
             "key of every token in a cache of its own, so it would choose evicted ones; it reads "
@@ -34,7 +34,7 @@ def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
     name = f"{config.model_config.architecture} has MLA layers"
     if config.device_config.device_type != "cpu":
         yield from _reasons_of_gpus(config, settings, name)
-    if compat.takes_amx_mla(config):
+    if takes_amx_mla(config):
         yield (
             f"{name}, and this CPU has AMX, whose MLA kernels this package does not extend; add "
             "--attention-backend CPU_MLA."

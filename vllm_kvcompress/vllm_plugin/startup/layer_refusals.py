@@ -10,8 +10,8 @@ from vllm.config import ModelConfig
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.vllm_plugin.compat.layers import latent_size
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
-from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
 
@@ -65,7 +65,7 @@ def check_latents(layers: list[Any], model: ModelConfig) -> None:
         UnsupportedError: names the layer.
     """
     for layer in [] if model.use_mla else layers:
-        if compat.latent_size(layer) is not None:
+        if latent_size(layer) is not None:
             raise UnsupportedError(
                 f"{layer.layer_name} is an MLA layer, which vLLM does not expect by the "
                 f"configuration of {model.architecture}; serve this model without --kv-policy."

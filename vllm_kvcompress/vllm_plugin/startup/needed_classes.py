@@ -9,7 +9,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
 
 
 class CompressingScheduler:
@@ -63,7 +63,7 @@ def is_ours(name: str, value: object) -> bool:
 
 def missing_classes(config: VllmConfig, settings: Settings) -> Iterator[str]:
     """Yields a sentence for each of our classes, or subclasses of them, that vLLM was not given."""
-    ours = compat.plugin_options(settings)
+    ours = plugin_options(settings)
     given = {
         "scheduler_cls": config.scheduler_config.scheduler_cls,
         "worker_cls": config.parallel_config.worker_cls,

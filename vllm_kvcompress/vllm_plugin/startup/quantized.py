@@ -19,7 +19,8 @@ from vllm_kvcompress.cache.quantization import (
 )
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.policies import resolve_settings
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.config import reason_against_cpu_cache
+from vllm_kvcompress.vllm_plugin.compat.layers import cache_scales, int4_rotates_back
 
 PLAIN_TYPES = ("auto", "bfloat16", "float16")
 KNOWN_TYPES = ("fp8", *TOKEN_SCALED_TYPES)
@@ -40,10 +41,10 @@ def quantization_of(layers: list[Any], vllm_config: VllmConfig) -> Quantization 
     """
     name, dtype = layers[0].kv_cache_dtype, vllm_config.model_config.dtype
     if name in FP8_TYPES:
-        return LayerScaled(FP8_TYPES[name], dtype, compat.cache_scales(layers))
+        return LayerScaled(FP8_TYPES[name], dtype, cache_scales(layers))
     if name not in TOKEN_SCALED_TYPES:
         return None
-    rotates_back = compat.int4_rotates_back(layers[0]) if name == INT4 else None
+    rotates_back = int4_rotates_back(layers[0]) if name == INT4 else None
     return TokenScaled(TOKEN_SCALED_TYPES[name], dtype, rotates_back)
 
 
@@ -65,7 +66,7 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
         yield _reason_against_type(given, on_cpu)
         return
     shape = given, model.dtype, cache.block_size, model.get_head_size()
-    if on_cpu and (reason := compat.reason_against_cpu_cache(*shape)) is not None:
+    if on_cpu and (reason := reason_against_cpu_cache(*shape)) is not None:
         yield f"{option}: {reason.rstrip('.')}, says vLLM; use --kv-cache-dtype auto."
     if cache.kv_cache_dtype_skip_layers:
         yield (

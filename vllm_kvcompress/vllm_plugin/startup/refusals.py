@@ -16,7 +16,9 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
-from vllm_kvcompress.vllm_plugin.startup import compat, quantized
+from vllm_kvcompress.vllm_plugin.compat.config import reads_images_causally, reasoning_end_ids
+from vllm_kvcompress.vllm_plugin.compat.options import DRAFTS, plugin_options
+from vllm_kvcompress.vllm_plugin.startup import quantized
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
     reasons_against_connector,
     reasons_against_names,
@@ -156,7 +158,7 @@ def _reasons_of_images(config: VllmConfig, settings: Settings) -> Iterator[str]:
         return
     name = f"{config.model_config.architecture} lets all tokens of an image see each other"
     text = "serve text alone with --language-model-only"
-    if compat.reads_images_causally(config):
+    if reads_images_causally(config):
         yield f"{name}, which vLLM's attention for CPUs does not do; {text} {_OFF}."
     if settings.attention == "flash":
         yield (
@@ -231,7 +233,7 @@ def _reasons_of_reading(settings: Settings) -> Iterator[str]:
 
 def _reasons_of_reasoning(config: VllmConfig, settings: Settings) -> Iterator[str]:
     """Yields a refusal where it is not known how the model ends its reasoning."""
-    if settings.after_reasoning is not None and not compat.reasoning_end_ids(config):
+    if settings.after_reasoning is not None and not reasoning_end_ids(config):
         yield (
             "--kv-after-reasoning: expected vLLM to know which tokens end the model's reasoning, "
             "found none; add for example --reasoning-config "
@@ -373,8 +375,8 @@ def _reasons_of_drafting(config: VllmConfig, settings: Settings) -> Iterator[str
     """Yields a refusal for everything that does not work with drafts by the model itself."""
     if settings.draft is None:
         return
-    given = compat.plugin_options(settings)["speculative_config"]
-    if getattr(config.speculative_config, "model", None) != compat.DRAFTS:
+    given = plugin_options(settings)["speculative_config"]
+    if getattr(config.speculative_config, "model", None) != DRAFTS:
         yield (
             f"--kv-draft needs --speculative-config '{given}', which `vllm-kvcompress serve` "
             "gives; add it, or remove --kv-draft."

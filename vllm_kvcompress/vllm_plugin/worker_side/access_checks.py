@@ -14,7 +14,7 @@ from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.worker import host_lengths
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 
 POISON = 30000.0  # as a value, or the largest that the cache's type has
@@ -69,7 +69,7 @@ class WorkerChecks:
             return
         pool, size = group.tables.pool, group.tables.pool.block_size
         starts = common.query_start_loc_cpu.tolist()
-        lengths = compat.host_lengths(common).tolist()
+        lengths = host_lengths(common).tolist()
         compressed = {row for batch in work.compressed for row in batch.rows.tolist()}
         writers: dict[int, str] = {}
         for row, request_id in enumerate(request_ids):

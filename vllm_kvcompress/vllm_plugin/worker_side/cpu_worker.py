@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvcompress.kernels.common.tiles import keep_freed_memory
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.worker import allow_amx
 from vllm_kvcompress.vllm_plugin.startup.registration import use_cpu_backend
 from vllm_kvcompress.vllm_plugin.worker_side.worker import CompressionWorker
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
@@ -19,7 +19,7 @@ class CompressionCPUWorker(CompressionWorker, CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        compat.allow_amx()
+        allow_amx()
         keep_freed_memory()
 
     def use_compressed_backend(self, compression: WorkerCompression) -> None:

@@ -25,7 +25,15 @@ from vllm_kvcompress.attention.batch import HostNumbers
 from vllm_kvcompress.attention.drafting import DraftReads
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.scheduling.draft_pace import DraftPace
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.worker import (
+    are_all_greedy,
+    block_rows,
+    gone_request_ids,
+    input_rows,
+    metadata_builder,
+    most_new_tokens,
+    run_model,
+)
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
@@ -85,7 +93,7 @@ class Drafter:
         self._reads = reads
         self._runner = model_runner
         self._layers = list(group.layer_index)
-        self._builder = compat.metadata_builder(model_runner, group.group, self._layers[0])
+        self._builder = metadata_builder(model_runner, group.group, self._layers[0])
         self._only_decodes = False
         self._num_verified: dict[str, int] = {}
         self._cycle: _Cycle | None = None
@@ -111,7 +119,7 @@ class Drafter:
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the numbers of drafts that the step verifies."""
-        for request_id in compat.gone_request_ids(scheduler_output):
+        for request_id in gone_request_ids(scheduler_output):
             self.pace.forget(request_id)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         self._num_verified = {name: len(tokens) for name, tokens in drafts.items()}
@@ -129,16 +137,16 @@ class Drafter:
             sampled: new tokens of every row of the batch.
             num_tokens: [any] tokens of every row, including these.
         """
-        request_ids = compat.input_rows(self._runner)
+        request_ids = input_rows(self._runner)
         self._note_verified(request_ids, sampled)
-        can_draft = self._only_decodes and compat.are_all_greedy(self._runner)
+        can_draft = self._only_decodes and are_all_greedy(self._runner)
         if not can_draft or not all(sampled):
             return [[] for _ in sampled]
         lengths: HostNumbers = num_tokens[: len(sampled)].astype(np.int64)
         chosen = self.pace.choose(request_ids, int(lengths.sum()))
-        table, room = compat.block_rows(self._runner)
+        table, room = block_rows(self._runner)
         most = int((room[: len(lengths)] - lengths).min()) + 1
-        number = max(0, min(chosen, most, compat.most_new_tokens(self._runner) - 1))
+        number = max(0, min(chosen, most, most_new_tokens(self._runner) - 1))
         self._cycle = _Cycle(list(request_ids), int(lengths.sum()), number, time.perf_counter())
         if not number:
             return [[] for _ in sampled]
@@ -187,10 +195,10 @@ class Drafter:
             block_table_tensor=block_table,
             slot_mapping=blocks.to(torch.int64) * size + positions % size,
         )
-        request_ids = compat.input_rows(self._runner)
+        request_ids = input_rows(self._runner)
         reads = self._reads.read(request_ids, lengths, host_lengths, block_table)
         metadata = self._builder.build_draft(common, reads)
-        logits = compat.run_model(
+        logits = run_model(
             self._runner,
             token_ids,
             positions,

@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.config import kv_cache_groups
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.startup.registration import (
     kernels_for,
@@ -75,4 +75,4 @@ def check_layers(vllm_config: VllmConfig) -> None:
         with set_default_torch_dtype(vllm_config.model_config.dtype), NoWeights():
             initialize_model(vllm_config)
         specs = get_kv_cache_spec(vllm_config)
-        compression.compressed_groups(compat.kv_cache_groups(vllm_config, specs))
+        compression.compressed_groups(kv_cache_groups(vllm_config, specs))

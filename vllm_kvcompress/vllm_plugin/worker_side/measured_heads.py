@@ -39,7 +39,8 @@ from vllm_kvcompress.policies.headkv import (
     read_importance,
 )
 from vllm_kvcompress.policies.parts.profiles import Table
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.config import vocabulary
+from vllm_kvcompress.vllm_plugin.compat.worker import read_prompt, tokens_in_pool
 from vllm_kvcompress.vllm_plugin.worker_side.ranks import layers_around, of_all_ranks
 
 logger = init_logger(f"vllm.plugins.{__name__}")
@@ -108,7 +109,7 @@ def measure(worker: Any, prompts: HeadPrompts) -> Scores:
         UnsupportedError: prompts are too short, too long for this engine, or it knows few words.
     """
     length = _length(worker, prompts.length)
-    words, start = compat.vocabulary(worker.vllm_config.model_config)
+    words, start = vocabulary(worker.vllm_config.model_config)
     if length < MIN_LENGTH or len(words) < 2 * NEEDLE_WORDS:
         raise UnsupportedError(
             f"measuring heads takes prompts of at least {MIN_LENGTH} tokens and a vocabulary of at "
@@ -155,7 +156,7 @@ def _read(worker: Any, tokens: list[int], observer: Repetitions) -> None:
     (group,) = worker.compression.groups.values()
     serving, group.runner.repetitions = group.runner.repetitions, observer
     try:
-        compat.read_prompt(worker, _REQUEST, tokens)
+        read_prompt(worker, _REQUEST, tokens)
     finally:
         group.runner.repetitions = serving
 
@@ -165,7 +166,7 @@ def _length(worker: Any, wanted: int) -> int:
     config = worker.vllm_config
     most = min(wanted, config.model_config.max_model_len)
     most = min(most, 1 + config.scheduler_config.max_num_batched_tokens)
-    return compat.tokens_in_pool(worker.model_runner, most)
+    return tokens_in_pool(worker.model_runner, most)
 
 
 def _shape(worker: Any) -> tuple[int, int]:

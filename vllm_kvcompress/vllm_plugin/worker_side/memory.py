@@ -17,8 +17,8 @@ from vllm_kvcompress.attention.reading import summary_kind
 from vllm_kvcompress.cache.page_summaries import SummaryKind
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.compat.layers import attention_layers
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, page_bytes_of
-from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
@@ -93,7 +93,7 @@ def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], s
 
 
 def _run_longest(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> None:
-    layers = compat.attention_layers(compression.vllm_config, names)
+    layers = attention_layers(compression.vllm_config, names)
     device, spec = next(model.parameters()).device, spec.of_kernels
     page_size = page_bytes_of(spec) // spec.dtype.itemsize
     pages = torch.zeros(spec.num_kv_heads, page_size, dtype=spec.dtype, device=device)

@@ -25,7 +25,7 @@ from vllm_kvcompress.compression.repetitions import Repetition
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import BlockCopy, Observation, StepPlan, kernel_blocks
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.worker import host_lengths
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -198,7 +198,7 @@ class GroupCompression:
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> StepWork:
         """Prepares everything that the layers of the group share in this step."""
-        lengths, blocks = compat.host_lengths(common), common.block_table_tensor
+        lengths, blocks = host_lengths(common), common.block_table_tensor
         starts = common.query_start_loc_cpu.numpy()
         self._prepare_reads(plan, request_ids, lengths, np.diff(starts))
         filled = None

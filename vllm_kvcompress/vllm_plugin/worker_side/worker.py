@@ -10,12 +10,14 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvcompress.vllm_plugin.compat.messages import attach_report
+from vllm_kvcompress.vllm_plugin.compat.options import worker_config
+from vllm_kvcompress.vllm_plugin.compat.worker import checks_gpu_syncs, draft_layers, read_prompt
 from vllm_kvcompress.vllm_plugin.spec import (
     dependent_on_compressed,
     unwrap_equal_specs,
     with_draft_layers,
 )
-from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
@@ -42,7 +44,7 @@ class CompressionWorker(CompressingWorker, Worker):
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(compat.worker_config(vllm_config), *args, **kwargs)
+        super().__init__(worker_config(vllm_config), *args, **kwargs)
         self.compression: WorkerCompression | None = None
         self.last_event_seconds: list[tuple[str, float]] = []
         settings = check_engine(vllm_config)
@@ -67,7 +69,7 @@ class CompressionWorker(CompressingWorker, Worker):
             return specs
         speculation = self.vllm_config.speculative_config
         by_mtp = speculation is not None and speculation.method == "mtp"
-        specs = with_draft_layers(specs, compat.draft_layers(self.model_runner), by_mtp)
+        specs = with_draft_layers(specs, draft_layers(self.model_runner), by_mtp)
         return {name: dependent_on_compressed(spec) for name, spec in specs.items()}
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -90,10 +92,10 @@ class CompressionWorker(CompressingWorker, Worker):
         times = super().compile_or_warm_up_model()
         provide_heads(self)
         if self.compression is not None and self.compression.settings.shadow:
-            compat.read_prompt(self, "kvcompress-warm-up", [0, 0], num_logprobs=1)
+            read_prompt(self, "kvcompress-warm-up", [0, 0], num_logprobs=1)
         return times
 
-    @compat.checks_gpu_syncs
+    @checks_gpu_syncs
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Runs a step's forward pass with its plan; `sample_tokens` ends the step."""
         if self.compression is None:
@@ -106,7 +108,7 @@ class CompressionWorker(CompressingWorker, Worker):
             self._end_step(self.compression, output)
         return output
 
-    @compat.checks_gpu_syncs
+    @checks_gpu_syncs
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Samples, then runs events, and sends their results back with the tokens."""
         output = super().sample_tokens(grammar_output)
@@ -143,4 +145,4 @@ class CompressionWorker(CompressingWorker, Worker):
         if output is not None:
             report = compression.take_report()
             self.last_event_seconds = report.seconds
-            compat.attach_report(output, report)
+            attach_report(output, report)

@@ -39,6 +39,18 @@ from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport, kernel_blocks
 from vllm_kvcompress.scheduling.rule import PolicyDemand
+from vllm_kvcompress.vllm_plugin.compat.config import NULL_BLOCK
+from vllm_kvcompress.vllm_plugin.compat.layers import (
+    attention_layers,
+    cache_scales,
+    latent_size,
+    of_cached_values,
+    output_projection,
+    rotary_embedding,
+    shared_caches,
+)
+from vllm_kvcompress.vllm_plugin.compat.messages import attached_plan
+from vllm_kvcompress.vllm_plugin.compat.worker import batch_request_ids, gone_request_ids
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.spec import (
     MIN_BUFFERS,
@@ -48,7 +60,6 @@ from vllm_kvcompress.vllm_plugin.spec import (
     page_bytes_of,
     spill_slots,
 )
-from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     check_groups,
@@ -210,11 +221,11 @@ class WorkerCompression:
             specs = compressed_specs(group.kv_cache_spec)
             check_page_sizes(specs)
             if specs and group.layer_names:  # a pipeline stage may have none of a group
-                layers = compat.attention_layers(self.vllm_config, group.layer_names)
+                layers = attention_layers(self.vllm_config, group.layer_names)
                 names.append(group.layer_names)
                 compressed.append((number, layers, specs[0]))
         is_known = num_sharing_layers(self.vllm_config.model_config) > 0
-        shared = {} if is_known else compat.shared_caches(self.vllm_config)
+        shared = {} if is_known else shared_caches(self.vllm_config)
         check_groups(names, self.pipelines, shared)
         for _, layers, _ in compressed:
             check_latents(layers, self.vllm_config.model_config)
@@ -280,9 +291,9 @@ class WorkerCompression:
         which lie behind those of `layers`.
         """
         names = [layer.layer_name for layer in layers]
-        shared = compat.shared_caches(self.vllm_config)
+        shared = shared_caches(self.vllm_config)
         sharing = [name for name, owner in shared.items() if owner in names]
-        readers = compat.attention_layers(self.vllm_config, sharing)
+        readers = attention_layers(self.vllm_config, sharing)
         return [
             (layer, names.index(shared[layer.layer_name]), number)
             for number, layer in enumerate(readers, start=len(layers))
@@ -381,7 +392,7 @@ class WorkerCompression:
                 allocator = allocator.with_importance(importance)
                 self.pipelines[policy] = replace(pipeline, allocator=allocator)
         for group in self.groups.values():
-            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            layers = attention_layers(self.vllm_config, list(group.layer_index))
             group.runner.pipelines = self._bind_pipelines(layers, group.tables.pool)
 
     def warm_up(self) -> None:
@@ -389,9 +400,9 @@ class WorkerCompression:
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         for group in self.groups.values():
             attends = self.takes_own_kernels(max_num_seqs * group.tables.pool.num_heads)
-            DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
+            DummyRuns(group.runner, self.num_query_heads, NULL_BLOCK).warm_up(attends)
             if group.decode_steps is not None:
-                group.decode_steps.warm_up(compat.NULL_BLOCK)
+                group.decode_steps.warm_up(NULL_BLOCK)
         self.warm_up_readers()
 
     def warm_up_readers(self) -> None:
@@ -404,9 +415,9 @@ class WorkerCompression:
     def refresh_weights(self) -> None:
         """Reads what policies need of the model's weights from the weights again."""
         for group in self.groups.values():
-            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            layers = attention_layers(self.vllm_config, list(group.layer_index))
             if isinstance(quantization := group.tables.pool.quantization, LayerScaled):
-                quantization.set_scales(compat.cache_scales(layers))
+                quantization.set_scales(cache_scales(layers))
             model, num_kv_heads = self._model_runner.model, group.tables.pool.num_heads
             group.runner.weights[:] = self._weights(layers, model, num_kv_heads)
             if group.runner.norms is not None:
@@ -415,8 +426,8 @@ class WorkerCompression:
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets requests that have ended or were preempted."""
         self.end_step()  # where nothing was sampled in the last one
-        self._plan = plan = compat.attached_plan(scheduler_output) or StepPlan()
-        for request_id in compat.gone_request_ids(scheduler_output):
+        self._plan = plan = attached_plan(scheduler_output) or StepPlan()
+        for request_id in gone_request_ids(scheduler_output):
             for group in self.groups.values():
                 group.forget(request_id, plan.saves.get(request_id))
         if self.drafter is not None:
@@ -454,7 +465,7 @@ class WorkerCompression:
             return None
         if self._plan is None or self._scheduler_output is None:
             return group.prepare_dummy(common)
-        request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
+        request_ids = batch_request_ids(self._model_runner, self._scheduler_output, common)
         plan, blocks = self._plan, common.block_table_tensor
         group.begin_requests(plan)
         ended = group.begin_events(plan, request_ids, blocks, after_first_token=True)
@@ -556,17 +567,17 @@ def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
     if layer.impl.sinks is not None:
         sinks = layer.impl.sinks.view(layer.impl.num_kv_heads, -1)
     if needs.positions or needs.rotary:
-        rotary = compat.rotary_embedding(model, layer)
+        rotary = rotary_embedding(model, layer)
     if needs.output_weight or needs.output_root:
         impl = layer.impl
-        value_size = impl.head_size if compat.latent_size(layer) is None else impl.v_head_dim
+        value_size = impl.head_size if latent_size(layer) is None else impl.v_head_dim
         width = impl.num_heads * value_size
-        flat = compat.output_projection(model, layer.layer_name, width)
+        flat = output_projection(model, layer.layer_name, width)
         weight = flat.t().reshape(impl.num_heads, value_size, -1)
         if needs.output_root:
-            root = compat.of_cached_values(layer, output_roots(weight))
+            root = of_cached_values(layer, output_roots(weight))
         if needs.output_weight:
-            weight = compat.of_cached_values(layer, weight)
+            weight = of_cached_values(layer, weight)
             by_kv_head = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
             if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
                 by_kv_head = by_kv_head.contiguous()

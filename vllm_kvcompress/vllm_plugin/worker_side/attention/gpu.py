@@ -18,7 +18,7 @@ from vllm_kvcompress.cache.quantization import (
 )
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.layers import forget_scales, view_scales
 from vllm_kvcompress.vllm_plugin.startup.quantized import quantization_of
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
 
@@ -52,7 +52,7 @@ class CompressedGPUBackend(CompressedBackend):
         pages, pages_per_block, offsets = flat_pages(caches)
         pool = cls.pool_over(layers, spec, pages, pages_per_block, offsets)
         if isinstance(quantization, TokenScaled):
-            compat.view_scales(layers, pool.cache_of_one_head)
+            view_scales(layers, pool.cache_of_one_head)
         return pool
 
     @classmethod
@@ -101,7 +101,7 @@ def check_rows(
     layer.impl.do_kv_cache_update(layer, keys, values, page, slots)
     found = page[0].transpose(0, 1).unflatten(2, (2, -1))
     if isinstance(quantization, TokenScaled):
-        compat.forget_scales(layer.impl)
+        forget_scales(layer.impl)
         found = quantization.dequantize(found, 0, 0)
         same = bool(((found - rows).norm(dim=-1) < 0.5 * rows.norm(dim=-1)).all())
     else:

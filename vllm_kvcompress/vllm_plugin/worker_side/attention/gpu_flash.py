@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.layers import attention_layers
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBuilder, CompressedImpl
 from vllm_kvcompress.vllm_plugin.worker_side.attention.gpu import FP32_BYTES, CompressedGPUBackend
 
@@ -39,7 +39,7 @@ class CompressedFlashBuilder(CompressedBuilder, flash_attn.FlashAttentionMetadat
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        impl = compat.attention_layers(self.vllm_config, self.layer_names)[0].impl
+        impl = attention_layers(self.vllm_config, self.layer_names)[0].impl
         self._splits = impl.vllm_flash_attn_version == 3
         if self._splits and not impl.logits_soft_cap:  # this package's kernels cap nothing
             CompressedGPUBackend.compression.max_split_sequences = MAX_SPLIT_SEQUENCES

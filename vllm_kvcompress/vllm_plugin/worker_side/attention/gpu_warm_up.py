@@ -15,7 +15,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvcompress.attention.batch import CompressedRows, HostNumbers, ResidentBatch
 from vllm_kvcompress.cache.pages import LatentPagePool
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.config import NULL_BLOCK
+from vllm_kvcompress.vllm_plugin.compat.layers import attention_layers
+from vllm_kvcompress.vllm_plugin.compat.worker import metadata_builder
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
@@ -29,8 +31,8 @@ def warm_up_heads(compression: WorkerCompression, model_runner: Any) -> None:
     Pages of the null block stand for kept tokens.
     """
     for number, group in compression.groups.items():
-        layers = compat.attention_layers(compression.vllm_config, list(group.layer_index))
-        builder = compat.metadata_builder(model_runner, number, layers[0].layer_name)
+        layers = attention_layers(compression.vllm_config, list(group.layer_index))
+        builder = metadata_builder(model_runner, number, layers[0].layer_name)
         if isinstance(group.tables.pool, LatentPagePool):
             longest = compression.vllm_config.model_config.max_model_len
             _attend_latents(group, builder, layers, longest)
@@ -96,7 +98,7 @@ def _batch(num_requests: int, pool: Any) -> ResidentBatch:
     rows = CompressedRows.of(np.arange(num_requests, dtype=np.int64), pool.device)
     sequences = (pool.num_layers, num_requests * pool.num_heads)
     numbers = {"dtype": torch.int32, "device": pool.device}
-    page = compat.NULL_BLOCK * pool.pages_per_block
+    page = NULL_BLOCK * pool.pages_per_block
     return ResidentBatch(
         **vars(rows),
         page_table=torch.full((*sequences, ALIGNMENT), page, **numbers),

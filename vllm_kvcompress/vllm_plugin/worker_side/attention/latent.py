@@ -33,7 +33,8 @@ from vllm_kvcompress.attention.latent import AbsorbedQueries, absorb
 from vllm_kvcompress.cache.pages import Integers, LatentPagePool, PagePool, flat_pages
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.compat.layers import up_project
+from vllm_kvcompress.vllm_plugin.compat.worker import host_lengths
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
     CompressedBackend,
     CompressedBuilder,
@@ -129,7 +130,7 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
         num_decodes = int((num_queries > 1).argmax()) if num_queries.max() > 1 else len(num_queries)
         behind_context: Flags = np.zeros(len(num_queries), dtype=np.bool_)
         if not self.reads_contexts:
-            behind_context = compat.host_lengths(common) > num_queries
+            behind_context = host_lengths(common) > num_queries
             behind_context[:num_decodes] = False
         compressed = [] if work is None else work.compressed
         is_split = bool(compressed or behind_context.any())
@@ -211,7 +212,7 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
     def _whole_context(self, row: int, common: CommonAttentionMetadata) -> ResidentBatch:
         """Returns an uncompressed request with the pages of all of its blocks."""
         group = CompressedBackend.compression.group_of_layer[self.layer_names[0]]
-        pool, length = group.tables.pool, int(compat.host_lengths(common)[row])
+        pool, length = group.tables.pool, int(host_lengths(common)[row])
         slots: Integers = np.full(common.num_reqs, -1, dtype=np.int64)
         blocks = common.block_table_tensor[row, : ceil_div(length, pool.block_size)].long()
         pages = [pool.layer_page_ids(layer, blocks) for layer in range(pool.num_layers)]
@@ -338,7 +339,7 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
         absorbed = absorb(queries[batch.tokens], self.layer.W_UK_T)
         latent = self.attend_chunk(group, metadata, batch, absorbed)
         out = output[batch.tokens]
-        compat.up_project(self.layer, latent, out)
+        up_project(self.layer, latent, out)
         output[batch.tokens] = out
 
     def _finish(self, step: LatentStep, metadata: Any, decoded: Tensor | None) -> None:
