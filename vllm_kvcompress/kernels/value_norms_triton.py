@@ -54,7 +54,7 @@ def _l1_kernel(
     if tl.max(asked.to(tl.int32), 0) > 0:
         page_ids = page_table + head * table_stride
         rows = SequenceRows(pages + HEAD_SIZE, page_ids, page_stride)
-        values = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS)
+        values = load_columns(rows, start, length, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS)
         from_dims = weight + head % num_weights * weight_strides[0]
         from_dims += dims.to(tl.int64) * weight_strides[1]
         for member in range(GROUP):
@@ -99,7 +99,7 @@ def _l2_kernel(
     total = tl.zeros([TILE], tl.float32)
     if start < length:
         rows = SequenceRows(pages + HEAD_SIZE, page_table + head * table_stride, page_stride)
-        values = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS)
+        values = load_columns(rows, start, length, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS)
         matrix = head // heads_per_layer * num_weights + head % num_weights
         from_dims = root + matrix * GROUP * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
         for member in range(GROUP):

@@ -30,6 +30,7 @@ from vllm_kvcompress.kernels.common.paged_rows_triton import (
     SequenceRows,
     finite_maximum,
     load_columns,
+    log_sum_exp,
 )
 from vllm_kvcompress.kernels.window_mass import Window
 
@@ -56,7 +57,7 @@ def window_logits(
     """
     bias, first, num_biased = biases
     entry = start + tl.arange(0, TILE)
-    keys = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, query.shape[1])
+    keys = load_columns(rows, start, length, BLOCK_SIZE, HEAD_SIZE, TILE, query.shape[1])
     logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
     if bias is not None:
         added = tl.load(bias + first + entry, mask=entry < num_biased, other=0.0)
@@ -143,11 +144,9 @@ def _row_sums_kernel(
         weight_sum *= tl.exp2(maximum - top)
         weight_sum += tl.sum(tl.exp2(logits - top[:, None]), 1)
         maximum = new_maximum
-    # Where nothing is seen the log-sum-exp is minus infinity, since the maximum is.
-    natural = (maximum + tl.log2(tl.where(weight_sum == 0.0, 1.0, weight_sum))) * 0.6931471805599453
     row = first_row + tl.arange(0, ROWS)
     place = (head64 * num_queries * GROUP + row) * tl.num_programs(0) + split
-    tl.store(sums + place, natural, mask=row < num_queries * GROUP)
+    tl.store(sums + place, log_sum_exp(maximum, weight_sum), mask=row < num_queries * GROUP)
 
 
 @kernel(*CHANGING, "spacing", "capacity")

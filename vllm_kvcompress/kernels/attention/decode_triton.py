@@ -47,6 +47,7 @@ from vllm_kvcompress.kernels.common.paged_rows_triton import (
     SequenceRows,
     addressed_ids,
     finite_maximum,
+    log_sum_exp,
     sequence_numbers,
 )
 
@@ -145,6 +146,50 @@ def find_share(tile_ends, program, num_programs, num_sequences, WIDTH: tl.conste
     return tile, tl.minimum(tile + share, total), sequence, before
 
 
+@triton.jit
+def rows_of_head(pages, page_stride, table, sequence, request, head, ADDRESSED: tl.constexpr):
+    """The `SequenceRows` of a sequence, which is one head of one request.
+
+    `table` is the page table, or the addresses where ADDRESSED, with the offsets of layers, the
+    layer, and the stride between sequences.
+    """
+    page_table, layer_offsets, layer, table_stride = table
+    page_ids, first_page, stride = page_table + sequence * table_stride, pages, page_stride
+    if ADDRESSED:
+        page_ids, first_page, stride = addressed_ids(
+            page_table, layer_offsets, layer, request, head, pages, page_stride
+        )
+    return SequenceRows(first_page, page_ids, stride)
+
+
+@triton.jit
+def store_piece(
+    piece_outputs,
+    piece_lse,
+    piece,
+    softmax,
+    exists,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Writes a piece's outputs and log-sum-exps, if it exists.
+
+    `softmax` is outputs, maximum and weight_sum of `attend_tiles`.
+    """
+    outputs, maximum, weight_sum = softmax
+    member, dims = tl.arange(0, outputs.shape[0]), tl.arange(0, outputs.shape[1])
+    # Without entries the log-sum-exp is minus infinity, since the maximum is.
+    weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
+    row = piece * GROUP + member
+    written = (member < GROUP) & exists
+    tl.store(piece_lse + row, maximum + tl.log2(weight_sum), mask=written)
+    tl.store(
+        piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
+        outputs / weight_sum[:, None],
+        mask=written[:, None] & (dims < HEAD_SIZE)[None, :],
+    )
+
+
 @kernel("num_sequences", "table_stride", "bias_table_stride", "layer")
 def _pieces_kernel(
     queries,
@@ -202,19 +247,15 @@ def _pieces_kernel(
         length = tl.load(lengths + sequence).to(tl.int32)
         sequence64 = sequence.to(tl.int64)
         request, head = sequence64 // HEADS, sequence64 % HEADS
-        page_ids, first_page, stride = page_table + sequence64 * table_stride, pages, page_stride
-        if ADDRESSED:
-            page_ids, first_page, stride = addressed_ids(
-                page_table, layer_offsets, layer, request, head, pages, page_stride
-            )
-        rows = SequenceRows(first_page, page_ids, stride)
+        table = (page_table, layer_offsets, layer, table_stride)
+        rows = rows_of_head(pages, page_stride, table, sequence64, request, head, ADDRESSED)
         biases = (bias_pages, bias_table, bias_starts, bias_lengths, bias_table_stride)
         bias = sequence_numbers(sequence64, biases, BIAS_HEADS, BIAS_PAGE, ADDRESSED)
         place = request * query_strides[0] + head * query_strides[1]
         place += member[:, None] * query_strides[2] + dims[None, :]
         query = tl.load(queries + place, mask=inside, other=0.0)
         stop = tl.minimum(end, sequence_end)
-        outputs, maximum, weight_sum = attend_tiles(
+        softmax = attend_tiles(
             tl.zeros([ROWS, DIMS], tl.float32),
             tl.full([ROWS], float("-inf"), tl.float32),
             tl.zeros([ROWS], tl.float32),
@@ -232,19 +273,53 @@ def _pieces_kernel(
             BIAS_PAGE,
             True,
         )
-        # Without entries the log-sum-exp is minus infinity, since the maximum is.
-        weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
-        row = (sequence64 + program) * GROUP + member
-        written = (member < GROUP) & (tile < stop)
-        tl.store(piece_lse + row, maximum + tl.log2(weight_sum), mask=written)
-        tl.store(
-            piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
-            outputs / weight_sum[:, None],
-            mask=inside & written[:, None],
-        )
+        piece = sequence64 + program
+        store_piece(piece_outputs, piece_lse, piece, softmax, tile < stop, GROUP, HEAD_SIZE)
         tile = stop
         before = sequence_end
         sequence += 1
+
+
+@triton.jit
+def mix_pieces(
+    piece_outputs,
+    piece_lse,
+    sequence,
+    member,
+    first,
+    last,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Adds up the pieces of one query head, of programs `first` to `last`, by softmax shares.
+
+    Returns:
+        [DIMS] outputs not yet divided by weight_sum, [1] maximum in base 2, and [1] weight_sum.
+    """
+    dims = tl.arange(0, DIMS)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([DIMS], tl.float32)
+    for start in range(first, last + 1, PIECES):
+        program = start + tl.arange(0, PIECES)
+        exists = program <= last
+        row = (sequence + program).to(tl.int64) * GROUP + member
+        piece_sums = tl.load(piece_lse + row, mask=exists, other=float("-inf"))
+        parts = tl.load(
+            piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
+            mask=exists[:, None] & (dims < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(piece_sums, 0))
+        top = finite_maximum(new_maximum)
+        weights = tl.exp2(piece_sums - top)
+        shrink = tl.exp2(maximum - top)
+        weight_sum = weight_sum * shrink + tl.sum(weights, 0)
+        mixed = mixed * shrink + tl.sum(weights[:, None] * parts, 0)
+        maximum = new_maximum
+    return mixed, maximum, weight_sum
 
 
 @kernel("num_sequences", "num_programs", "layer")
@@ -289,36 +364,18 @@ def _reduce_kernel(
     first = before // share
     # An empty sequence has no pieces: its last one is before its first.
     last = tl.where(end > before, (end - 1) // share, first - 1)
+    mixed, maximum, weight_sum = mix_pieces(
+        piece_outputs, piece_lse, sequence, member, first, last, GROUP, HEAD_SIZE, DIMS, PIECES
+    )
     dims = tl.arange(0, DIMS)
-    maximum = tl.full([1], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([1], tl.float32)
-    mixed = tl.zeros([DIMS], tl.float32)
-    for start in range(first, last + 1, PIECES):
-        program = start + tl.arange(0, PIECES)
-        exists = program <= last
-        row = (sequence + program).to(tl.int64) * GROUP + member
-        piece_sums = tl.load(piece_lse + row, mask=exists, other=float("-inf"))
-        parts = tl.load(
-            piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
-            mask=exists[:, None] & (dims < HEAD_SIZE)[None, :],
-            other=0.0,
-        )
-        new_maximum = tl.maximum(maximum, tl.max(piece_sums, 0))
-        top = finite_maximum(new_maximum)
-        weights = tl.exp2(piece_sums - top)
-        shrink = tl.exp2(maximum - top)
-        weight_sum = weight_sum * shrink + tl.sum(weights, 0)
-        mixed = mixed * shrink + tl.sum(weights[:, None] * parts, 0)
-        maximum = new_maximum
     nothing = weight_sum == 0.0
     mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, weight_sum))
     request, head = sequence64 // HEADS, sequence64 % HEADS
     to = outputs + request * out_strides[0] + head * out_strides[1] + member * out_strides[2]
     tl.store(to + dims, mixed.to(outputs.dtype.element_ty), mask=dims < HEAD_SIZE)
     if HAS_LSE:
-        natural = (maximum + tl.log2(tl.where(nothing, 1.0, weight_sum))) * 0.6931471805599453
         place = sequence64 * GROUP + member + tl.arange(0, 1)
-        tl.store(lse + place, natural)
+        tl.store(lse + place, log_sum_exp(maximum, weight_sum))
     if HAS_TARGETS:
         wanted = (dims < HEAD_SIZE) & (target != 0)
         target += tl.load(layer_bytes + layer)

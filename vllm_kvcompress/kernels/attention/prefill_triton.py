@@ -33,6 +33,7 @@ from vllm_kvcompress.kernels.common.paged_rows_triton import (
     entry_offsets,
     finite_maximum,
     load_numbers,
+    log_sum_exp,
     sequence_numbers,
 )
 
@@ -102,6 +103,56 @@ def attend_tiles(
     return outputs, maximum, weight_sum
 
 
+@triton.jit
+def attend_visible(
+    query,
+    visible,
+    least_visible,
+    rows,
+    bias,
+    length,
+    log2_scale,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BIAS_PAGE: tl.constexpr,
+):
+    """Attends the entries that each row sees, with a mask only where some rows do not see some.
+
+    Args:
+        query, visible, rows, bias: as in `attend_tiles`.
+        least_visible: entries that all of the rows see.
+
+    Returns:
+        outputs, maximum and weight_sum of `attend_tiles`.
+    """
+    outputs = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
+    maximum = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([query.shape[0]], tl.float32)
+    most_visible = tl.max(visible, 0)
+    unmasked_tiles = least_visible // TILE
+    for edges in tl.static_range(2):
+        outputs, maximum, weight_sum = attend_tiles(
+            outputs,
+            maximum,
+            weight_sum,
+            query,
+            visible,
+            rows,
+            bias,
+            0 if edges == 0 else unmasked_tiles,
+            unmasked_tiles if edges == 0 else tl.cdiv(most_visible, TILE),
+            length,
+            log2_scale,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            BIAS_PAGE,
+            edges == 1,
+        )
+    return outputs, maximum, weight_sum
+
+
 @kernel("num_queries", "table_stride", "bias_table_stride")
 def _prefill_kernel(
     queries,
@@ -148,32 +199,20 @@ def _prefill_kernel(
     bias = sequence_numbers(sequence, biases, BIAS_HEADS, BIAS_PAGE, False)
     page_ids = page_table + sequence * table_stride
     rows = SequenceRows(pages, page_ids, page_stride)
-    # Tiles that even the block's first query sees in full need no mask.
     least = tl.maximum(length - (num_queries - 1 - block * ROWS // GROUP), 0)
-    most = tl.max(visible, 0)
-    unmasked_tiles = least // TILE
-    sums = tl.zeros([ROWS], tl.float32)
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    for edges in tl.static_range(2):
-        mixed, maximum, sums = attend_tiles(
-            mixed,
-            maximum,
-            sums,
-            query,
-            visible,
-            rows,
-            bias,
-            0 if edges == 0 else unmasked_tiles,
-            unmasked_tiles if edges == 0 else tl.cdiv(most, TILE),
-            length,
-            log2_scale,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            TILE,
-            BIAS_PAGE,
-            edges == 1,
-        )
+    mixed, maximum, sums = attend_visible(
+        query,
+        visible,
+        least,
+        rows,
+        bias,
+        length,
+        log2_scale,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        TILE,
+        BIAS_PAGE,
+    )
     nothing = sums == 0.0
     mixed = tl.where(nothing[:, None], 0.0, mixed / tl.where(nothing, 1.0, sums)[:, None])
     place = sequence * out_strides[0] + member64 * out_strides[1] + index64 * out_strides[2]
@@ -181,10 +220,8 @@ def _prefill_kernel(
         outputs + place[:, None] + dims[None, :], mixed.to(outputs.dtype.element_ty), mask=mask
     )
     if HAS_LSE:
-        # Without entries the log-sum-exp is minus infinity, since the maximum is.
-        natural = (maximum + tl.log2(tl.where(nothing, 1.0, sums))) * 0.6931471805599453
         place = (sequence * GROUP + member64) * num_queries + index64
-        tl.store(lse + place, natural, mask=inside)
+        tl.store(lse + place, log_sum_exp(maximum, sums), mask=inside)
 
 
 def prefill_attention(

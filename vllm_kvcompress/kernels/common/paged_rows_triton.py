@@ -83,15 +83,14 @@ def load_columns(
     rows,
     start,
     length,
-    first_dim,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """[TILE, DIMS] keys from dimension `first_dim` on, zeros behind the length."""
+    """[TILE, DIMS] keys, zeros behind the length."""
     present = start + tl.arange(0, TILE) < length
-    dims = first_dim + tl.arange(0, DIMS)
+    dims = tl.arange(0, DIMS)
     keys = rows.pages + entry_offsets(rows, start, present, BLOCK_SIZE, HEAD_SIZE, TILE)
     mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
     return tl.load(keys[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -124,6 +123,15 @@ def load_numbers(numbers, index, held, PAGE: tl.constexpr):
     """Loads those of a sequence's pages, PAGE in each, by their index; 0 where not held."""
     page = tl.load(numbers.page_ids + index // PAGE, mask=held, other=0).to(tl.int64)
     return tl.load(numbers.pages + page * PAGE + index % PAGE, mask=held, other=0.0)
+
+
+@triton.jit
+def log_sum_exp(maximum, weight_sum):
+    """The natural log-sum-exp of logits in base 2, given their maximum and the sum of weights.
+
+    Of no logits it is minus infinity, since their maximum is.
+    """
+    return (maximum + tl.log2(tl.where(weight_sum == 0.0, 1.0, weight_sum))) * 0.6931471805599453
 
 
 @triton.jit
