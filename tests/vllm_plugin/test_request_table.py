@@ -13,7 +13,7 @@ from tests.tiny_models import prompt
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.scheduling.plan import BlockCopy
-from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler as scheduler_module
+from vllm_kvcompress.vllm_plugin.scheduler_side import start
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptState
 from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionMixin
 
@@ -363,28 +363,25 @@ def test_start_up_log_says_how_conversations_continue(
     def info(text: str, *values: Any) -> None:
         lines.append(text % values)
 
-    monkeypatch.setattr(scheduler_module.logger, "info", info)
-    scheduler = Preempting(Queue(1, reuse_conversations=how, window_size=window_size))
-    scheduler.max_model_len = 512
-    scheduler._announce()
+    monkeypatch.setattr(start.logger, "info", info)
+    queue = Queue(1, reuse_conversations=how, window_size=window_size)
+    start.announce(queue.table, queue.states, max_model_len=512)
     assert said in lines[1]
 
 
 @pytest.mark.parametrize("option", ["contexts", "conversations"])
 def test_reuse_is_refused_beside_layers_of_other_kinds(option: str) -> None:
     wanted = {"reuse_contexts": True} if option == "contexts" else {"reuse_conversations": "auto"}
-    scheduler = Preempting(Queue(2, **wanted))
     with pytest.raises(UnsupportedError, match=f"--kv-reuse-{option} needs a model of full-att"):
-        scheduler._check_reuse()
+        start.check_reuse(Queue(2, **wanted).table)
 
 
 @pytest.mark.parametrize("option", ["contexts", "conversations"])
 def test_reuse_is_refused_beside_recurrent_states_of_drafts(option: str) -> None:
     wanted = {"reuse_contexts": True} if option == "contexts" else {"reuse_conversations": "auto"}
-    Preempting(Queue(1, recurrent=1, **wanted))._check_reuse()
-    scheduler = Preempting(Queue(1, recurrent=1, drafts=1, **wanted))
+    start.check_reuse(Queue(1, recurrent=1, **wanted).table)
     with pytest.raises(UnsupportedError, match="linear-attention layers at most, and no drafts"):
-        scheduler._check_reuse()
+        start.check_reuse(Queue(1, recurrent=1, drafts=1, **wanted).table)
 
 
 @pytest.mark.parametrize("recurrent", [1, 2])

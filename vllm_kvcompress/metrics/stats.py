@@ -9,7 +9,7 @@ is added to a counter has the counter's name and help.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 EVICTED, EXTENDED, UNFINISHED = "evicted", "extended", "unfinished_event"
@@ -217,6 +217,12 @@ class StepStats:
         self.shadow_changed_tokens += answer.num_changed
         self.shadow_lost_nats += max(0.0, answer.lost_nats)
         self.shadow_gained_nats += max(0.0, -answer.lost_nats)
+
+    def take(self) -> Self:
+        """Returns what was counted, and counts anew."""
+        taken = replace(self)
+        vars(self).update(vars(type(self)()))
+        return taken
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain containers, which JSON and msgpack can carry."""

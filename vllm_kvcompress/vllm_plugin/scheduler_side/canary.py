@@ -79,7 +79,7 @@ class Canary:
     """Samples requests, and has their answers scored one after the other.
 
     Attributes:
-        stats: where results are counted; the scheduler sets it anew after every step.
+        stats: where results are counted.
         num_sent: answers that were queued to be scored, those counted again that gave way.
     """
 

@@ -178,7 +178,7 @@ class KeptStates:
     Attributes:
         block_pool: vLLM's block pool.
         host: copies in host memory; None: evicted states are forgotten.
-        stats: statistics of the step, in which states are counted.
+        stats: where states are counted.
         expected: states that waiting requests can begin with, by request id, in their order.
     """
 

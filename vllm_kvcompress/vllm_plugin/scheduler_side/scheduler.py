@@ -6,31 +6,21 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from vllm_kvcompress.config.auto import PROFILED_POLICY
-from vllm_kvcompress.config.texts import budget_text
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import (
     AFTER_FIRST_TOKEN,
     AT_ONCE_FOR_BUFFERS,
     AT_ONCE_FOR_ROOM,
-    DurationRecord,
-    EventRecord,
-    SkippedRecord,
-    StepStats,
 )
-from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.draft_pace import MAX_DRAFTS
-from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, PreparationLedger, RequestLedger
-from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
+from vllm_kvcompress.scheduling.ledger import PreparationLedger
+from vllm_kvcompress.scheduling.plan import StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
-from vllm_kvcompress.scheduling.read_rule import ReadRule
-from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.compat.messages import (
     attach_plan,
     attach_stats,
@@ -51,7 +41,6 @@ from vllm_kvcompress.vllm_plugin.compat.scheduler import (
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     CompressedBlockManager,
-    DraftBlockManager,
     LimitedCaching,
 )
 from vllm_kvcompress.vllm_plugin.scheduler_side.canary import CHUNK_TOKENS, Canary
@@ -59,10 +48,11 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
 from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
-from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import SAFE_HISTORY, StateReuse
+from vllm_kvcompress.vllm_plugin.scheduler_side.start import announce, check_reuse
+from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
+from vllm_kvcompress.vllm_plugin.scheduler_side.statistics import SchedulerStatistics
 from vllm_kvcompress.vllm_plugin.scheduler_side.whole_blocks import WholeBlocks, limit_connector
 from vllm_kvcompress.vllm_plugin.spec import QueryBuffers, spill_slots, spilled_block_bytes
-from vllm_kvcompress.vllm_plugin.startup import versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import engine_settings
 
@@ -74,26 +64,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_USAGE_OF_ROOM = 0.5  # of the pool; below it a short answer's prompt may stay whole
-logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
-
-_CAPACITY = (
-    "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens holds %d of its %d "
-    "blocks, and up to %d while it is read; %d blocks serve %.2f such requests at a time "
-    "(uncompressed: %.2f)."
-)
-_CONVERSATIONS = (
-    "What requests leave is kept for the next turn of their conversation, as long as there is no "
-    "other use for its blocks (--kv-reuse-conversations %s%s%s)."
-)
-_SPILL = (
-    "Kept states whose blocks are needed are copied to %g GiB of host memory: %d blocks of %d "
-    "tokens per KV head (--kv-spill)."
-)
-_DRAFT = (
-    "The model drafts up to %d tokens, which read %s of the cache, and verifies them reading all "
-    "of it, as long as measured times say that this is faster (--kv-draft)."
-)
-_WINDOW = "; events look at new queries, so a turn of fewer than %d tokens reads old ones again"
 
 
 class CompressionMixin(CompressingScheduler, SchedulerHooks):
@@ -105,6 +75,7 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         compressed: block managers of the compressed cache groups.
         table: records of all requests; None: nothing is compressed.
         states: kept states, for later requests.
+        statistics: counts what steps do.
         spec: cache spec of the compressed layers.
         checks: checks of the debug mode; None: it is off.
         canary: scores answers with the full cache; None: it is off.
@@ -118,8 +89,6 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         self.table: RequestTable | None = None
         self.checks: SchedulerChecks | None = None
         self.canary: Canary | None = None
-        self._step_stats = StepStats()
-        self._most_held_tokens = 0
         if not self.compressed:
             return
         if self.compressed[0].kv_cache_spec.settings.draft is not None:
@@ -129,12 +98,12 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         self.table.whole_images = self.vllm_config.model_config.is_mm_prefix_lm
         self.table.reasoning = ReasoningEnd.of(self.vllm_config, self.spec.settings)
         self.states = StateReuse(self.kv_cache_manager.block_pool, self._host_copies())
-        self.states.kept.stats = self._step_stats
+        self.statistics = SchedulerStatistics(self.table, self.states.kept)
         self._buffers = QueryBuffers.of(self.vllm_config, self.spec.settings).for_prompt_events
-        self._check_reuse()
+        check_reuse(self.table)
         if self.spec.settings.shadow:
             self.canary = Canary(self.spec.settings.shadow, self.table, self.max_model_len)
-            self.canary.stats = self._step_stats
+            self.canary.stats = self.statistics.step
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.states.kept)
         self._connector = wrap_connector(self, self._limit_connector)
@@ -142,7 +111,7 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         enable_chunk_ends(self)
         for manager in managers:
             self._share_table(manager)
-        self._announce()
+        announce(self.table, self.states, self.max_model_len)
 
     def _limit_connector(self, connector: Any) -> WholeBlocks:
         """Wraps vLLM's KV connector, to which requests end at their first event."""
@@ -169,80 +138,6 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
             return None
         num_slots = spill_slots(self.vllm_config, self.spec)
         return HostCopies(num_slots, spilled_block_bytes(self.vllm_config, self.spec))
-
-    def _check_reuse(self) -> None:
-        """Refuses options that share states or chunks, if other layers of the model cannot."""
-        settings, table = self.spec.settings, self.table
-        assert table is not None
-        chunks = self.spec.chunks is not None and self.kv_cache_manager.enable_caching
-        beside = ", beside Mamba or linear-attention layers at most, and no drafts with these"
-        for option, given, works, layers in (
-            ("--kv-reuse-contexts", settings.reuse_contexts, table.keeps_states, beside),
-            ("--kv-reuse-conversations", settings.conversations, table.keeps_states, beside),
-            ("prefill in --kv-read, with prefix caching,", chunks, not table.others, " only"),
-        ):
-            if given and not works:
-                raise UnsupportedError(
-                    f"{option} needs a model of full-attention layers{layers}: the others of this "
-                    "one would have to read the tokens again; leave it out."
-                )
-        if settings.spill is not None:
-            self._check_spill(table)
-
-    def _check_spill(self, table: RequestTable) -> None:
-        """Refuses host memory for states that are not kept, or that it could not hold."""
-        settings = self.spec.settings
-        if not settings.reuse_contexts and table.conversations(settings) is None:
-            raise UnsupportedError(
-                "--kv-spill: expected kept conversations, which need prefix caching and a model of "
-                "full-attention layers only, found neither these nor --kv-reuse-contexts; leave it "
-                "out."
-            )
-        if table.others:
-            raise UnsupportedError(
-                "--kv-spill copies what full-attention layers keep to host memory, and this model "
-                "has Mamba or linear-attention layers, whose states are not copied; leave it out."
-            )
-
-    def _announce(self) -> None:
-        """Logs at start-up what is compressed, and what that means for capacity."""
-        settings, rule, length = self.spec.settings, self.spec.rule, self.max_model_len
-        num_blocks = ceil_div(length, rule.allocated_size)
-        pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        drafts = [each for each in managers if isinstance(each, DraftBlockManager)]
-        num_beside = sum(ceil_div(length, each.block_size) for each in drafts)
-        if settings.read is not None:
-            logger.info("Decode steps read a part of what is held (--kv-read %s).", settings.read)
-        if settings.draft is not None:
-            logger.info(_DRAFT, MAX_DRAFTS, settings.draft)
-        if settings.may_compress:
-            logger.info(
-                _CAPACITY,
-                settings.policy,
-                budget_text(settings),
-                settings.trigger,
-                length,
-                rule.held_blocks(length),
-                num_blocks,
-                rule.admission_blocks(length),
-                pool_blocks,
-                pool_blocks / (pool_blocks / rule.concurrency(length, pool_blocks) + num_beside),
-                pool_blocks / (num_blocks + num_beside),
-            )
-        assert self.table is not None
-        how = self.table.conversations(settings)
-        if settings.may_compress and how is not None:
-            logger.info(
-                _CONVERSATIONS,
-                how,
-                _meaning_of_auto(settings.policy, rule) if how == "auto" else "",
-                _WINDOW % rule.needed_queries if rule.window_size else "",
-            )
-        host = self.states.kept.host
-        if host is not None:
-            logger.info(_SPILL, settings.spill, host.num_slots, rule.block_size)
-        versions.warn_of_version(logger)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedules a step, and attaches our plan if workers have anything to do for it."""
@@ -309,7 +204,7 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         ]
         worth = [candidate for candidate in candidates if candidate and candidate.is_worth_it]
         gain = sum(candidate.gain for candidate in worth) * num_groups
-        self._step_stats.reclaimable_blocks = gain
+        self.statistics.step.reclaimable_blocks = gain
         if worth:
             shortage = pool.shortage(mark, min(candidate.written for candidate in worth))
             chosen = choose(worth, shortage, pool.room // num_groups)
@@ -464,11 +359,9 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         """
         plan = attached_plan(scheduler_output)
         report = attached_report(model_runner_output)
-        for policy, seconds in report.seconds:
-            self._step_stats.durations.append(DurationRecord(policy, seconds))
         errors: list[tuple[int, EngineCoreOutput]] = []
         if self.table is not None:
-            self._record_events(self.table, [] if plan is None else plan.events, report.failed)
+            self.statistics.add(plan, report)
             records = self.table.records
             known = [request_id for request_id in report.failed if request_id in records]
             for request_id in known:
@@ -509,56 +402,12 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
             for request in self.finish_requests(list(request_ids), RequestStatus.FINISHED_ERROR)
         ]
 
-    def _record_events(
-        self, table: RequestTable, plans: Iterable[EventPlan], failed: Iterable[str]
-    ) -> None:
-        """Records a step's events for statistics.
-
-        The first group's event stands for those of all groups, which have as many tokens and
-        blocks each. Tokens are counted per group, blocks over all groups.
-        """
-        size, num_groups = self.spec.kernel_block_size, len(self.compressed)
-        for plan in plans:
-            if plan.group != self.compressed[0].kv_cache_group_id:
-                continue
-            if plan.request_id in failed:
-                table.skipped[plan.policy, SKIP_ERROR] += 1
-                continue
-            record = EventRecord(
-                policy=plan.policy,
-                trigger=plan.trigger,
-                source_tokens=plan.num_source_blocks * size,
-                resident_tokens=plan.num_kept_blocks * size,
-                blocks_freed=plan.num_freed_blocks * num_groups,
-                blocks_written=ceil_div(len(plan.fresh_block_ids), self.spec.split) * num_groups,
-            )
-            self._step_stats.events.append(record)
-
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """Returns vLLM's statistics, with ours in the field that reaches the API process."""
         stats = super().make_stats(*args, **kwargs)
         if stats is None or self.table is None:
             return stats
-        step, self._step_stats = self._step_stats, StepStats()
-        self.states.kept.stats = self._step_stats
-        if self.canary is not None:
-            self.canary.stats = self._step_stats
-        step.skipped = [SkippedRecord(*names, n) for names, n in self.table.skipped.items()]
-        self.table.skipped.clear()
-        if not self.running:
-            step.reclaimable_blocks = 0  # the step had been planned before the last one ended
-        for request in self.running:
-            if request.request_id in self.table.shadows:
-                continue
-            ledger = self.table[request.request_id].ledger
-            num_resident = ledger.resident_tokens(request.num_computed_tokens)
-            step.logical_tokens += request.num_computed_tokens
-            step.resident_tokens += num_resident
-            self._most_held_tokens = max(self._most_held_tokens, num_resident)
-        step.most_held_tokens = self._most_held_tokens
-        if (host := self.states.kept.host) is not None:
-            step.spilled_states, step.spilled_tokens = len(host), host.num_tokens
-            step.spilled_bytes = host.num_bytes
+        step = self.statistics.take(self.running)
         attach_stats(stats, step.to_dict())
         return stats
 
@@ -574,7 +423,7 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
                 plan.add(record.unsent)
                 record.unsent = StepPlan()
             if record.read_rule is not None and num_tokens == 1:
-                self._count_pages(record.read_rule, record.ledger, end)
+                self.statistics.count_pages(record.read_rule, record.ledger, end)
             if observes:
                 observation = record.ledger.observation(end - num_tokens, end)
                 if observation is not None:
@@ -597,7 +446,7 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
             waiting = record.prompt_events(end)
             if not waiting:  # the first token was sampled in an earlier step
                 plan.events += record.prompt_events(end - scheduled[request_id])
-                self._step_stats.count_prompt_event(AFTER_FIRST_TOKEN)
+                self.statistics.step.count_prompt_event(AFTER_FIRST_TOKEN)
                 del table.awaiting_event[request_id]
                 continue
             if needs_room is None:
@@ -606,7 +455,7 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
             lacks_room = needs_room or self.requests[request_id].num_tokens > end
             if lacks_room or num_buffered > self._buffers:
                 reason = AT_ONCE_FOR_ROOM if lacks_room else AT_ONCE_FOR_BUFFERS
-                self._step_stats.count_prompt_event(reason)
+                self.statistics.step.count_prompt_event(reason)
                 plan.events += record.run_event_at_once()
                 del table.awaiting_event[request_id]
 
@@ -624,14 +473,6 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         longest = record.longest_hit(num_tokens - 1, num_tokens, self.spec.chunks)
         return blocks_to_admit(self, request, longest)
 
-    def _count_pages(self, rule: ReadRule, ledger: RequestLedger, num_tokens: int) -> None:
-        """Counts the pages of a decode step at `num_tokens` tokens, which reads a part of them."""
-        if num_tokens <= ledger.num_prompt_tokens:
-            return
-        num_resident, size = ledger.resident_tokens(num_tokens), self.spec.kernel_block_size
-        self._step_stats.held_pages += ceil_div(num_resident, size)
-        self._step_stats.read_pages += rule.read_pages(num_resident, size)
-
 
 class CompressionScheduler(CompressionMixin, Scheduler):
     """Scheduler for engines without asynchronous scheduling (the CPU build)."""
@@ -639,13 +480,3 @@ class CompressionScheduler(CompressionMixin, Scheduler):
 
 class AsyncCompressionScheduler(CompressionMixin, AsyncScheduler):
     """Scheduler for engines with asynchronous scheduling (CUDA)."""
-
-
-def _meaning_of_auto(policy: str, rule: CompressionRule) -> str:
-    """Says what `--kv-reuse-conversations auto` does with a policy; see `compresses_anew`."""
-    if not rule.window_size:
-        return " = reuse, since the policy does not look at queries"
-    anew = " = anew while the whole history is cached"
-    if policy == PROFILED_POLICY:
-        return f"{anew} and shorter than {SAFE_HISTORY} tokens, else reuse"
-    return f"{anew}, since the policy looks at the last queries"
