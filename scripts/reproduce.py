@@ -5,7 +5,8 @@
     python scripts/reproduce.py TABLE [--models DIR] [--out DIR] [--compare-only]
 
 docs/results/tables.toml names the tables, their commands, figures and tolerances, and which tables
-have no such command. Ends with 1 if a figure is missing or differs by more than its tolerance.
+have no such command. Figures are those of JSON files and of tables that commands print in Markdown.
+Ends with 1 if a figure is missing or differs by more than its tolerance.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 RULE = re.compile(r"\|[ :|-]+\|")
+NUMBER = re.compile(r"(?<![\w.])(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(%?)")
 
 
 @dataclass(frozen=True)
@@ -58,24 +60,31 @@ class Table:
         page: the file in docs/results.
         heading: what the table stands under.
         command: for bash, in the repository's root; `{models}` and `{out}` are folders.
-        made: the JSON file that it writes, in `{out}`.
+        made: the files that it writes in `{out}`, JSON or tables in Markdown. Paths of figures
+            begin with the file's name, without its ending, where there are several.
         tolerances: of the figures that are compared; the first that fits a path counts.
         minutes: about how long it takes on two cores.
         needs: models, other environments, instruction sets.
         stored: a JSON file in docs/results; without it the page's own cells are compared.
-        columns: for the page's cells, by column: a field in `made` below the row's name, or "".
+        number: which one of several tables under the heading.
+        columns: for the page's cells, by column: the path of its figure, where `{row}` is the row's
+            name ("FIELD": rows/{row}/FIELD), or "". "A | B" are the first and the second number of
+            a cell; "A * 100" is A in another unit.
+        rows: what `{row}` stands for, by row, where that is not the page's name; "": left out.
     """
 
     name: str
     page: str
     heading: str
     command: str
-    made: str
+    made: tuple[str, ...]
     tolerances: tuple[Tolerance, ...]
     minutes: float
     needs: str
     stored: str = ""
+    number: int = 1
     columns: tuple[str, ...] = field(default=())
+    rows: tuple[str, ...] = field(default=())
 
 
 def registry() -> tuple[list[Table], list[dict[str, Any]]]:
@@ -84,46 +93,79 @@ def registry() -> tuple[list[Table], list[dict[str, Any]]]:
     tables = []
     for row in data["table"]:
         row["tolerances"] = tuple(Tolerance(**each) for each in row["tolerances"])
-        tables.append(Table(**{**row, "columns": tuple(row.get("columns", ()))}))
+        made = row["made"]
+        row["made"] = tuple(made) if isinstance(made, list) else (made,)
+        tables.append(
+            Table(**row | {name: tuple(row.get(name, ())) for name in ("columns", "rows")})
+        )
     return tables, data["exception"]
 
 
-def page_tables(page: Path) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yields the heading above each table of a page, and the cells of its rows."""
-    heading, rows, inside = "", [], False
-    for line in [*page.read_text().splitlines(), ""]:
+def tables_of(text: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yields each table of a text: the heading above it, its head, and the cells of its rows."""
+    heading, before, head, rows = "", "", [""], None
+    for line in [*map(str.strip, text.splitlines()), ""]:
         if line.startswith("#"):
             heading = line.lstrip("# ")
-        if RULE.fullmatch(line.strip()):
-            inside = True
-        elif inside and line.startswith("|"):
-            cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
-            rows.append([cell.strip() for cell in cells])
-        elif inside:
-            yield heading, rows
-            rows, inside = [], False
+        if RULE.fullmatch(line):
+            head, rows = cells_of(before), []
+        elif rows is not None and line.startswith("|"):
+            rows.append(cells_of(line))
+        elif rows is not None:
+            yield heading, head, rows
+            rows = None
+        before = line
+
+
+def cells_of(line: str) -> list[str]:
+    """Splits a line of a table."""
+    cells = re.split(r"(?<!\\)\|", line.removeprefix("|").removesuffix("|"))
+    return [cell.strip() for cell in cells]
+
+
+def page_tables(page: Path) -> dict[tuple[str, int], list[list[str]]]:
+    """Returns the rows of a page's tables by heading and number under it."""
+    tables: dict[tuple[str, int], list[list[str]]] = {}
+    for heading, _, rows in tables_of(page.read_text()):
+        number = 1 + sum(heading == other for other, _ in tables)
+        tables[heading, number] = rows
+    return tables
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields the numbers of a JSON value by path; a row of `eval` is named by setup and mode."""
+    """Yields the numbers of a JSON value by path; a row with a setup, and a mode, is named so."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from flat(each, f"{path}/{key}" if path else key)
     elif isinstance(value, list):
         for index, each in enumerate(value):
-            named = isinstance(each, dict) and "setup" in each
-            key = f"{each['setup']}/{each.get('mode', '')}" if named else str(index)
+            names = (
+                [each[key] for key in ("setup", "mode") if key in each]
+                if isinstance(each, dict)
+                else []
+            )
+            key = "/".join(names) or str(index)
             yield from flat(each, f"{path}/{key}" if path else key)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield path, float(value)
 
 
-def number(cell: str) -> float | None:
-    """Returns the number that a cell begins with, a percentage as a share; None without one."""
-    found = re.match(r"\W*?(-?[\d,]*\.?\d+)(%?)", cell)
-    if found is None or not found[1]:
-        return None
-    return float(found[1].replace(",", "")) / (100 if found[2] else 1)
+def numbers(cell: str) -> list[float]:
+    """Returns the numbers of a cell that begins with one, percentages as shares."""
+    found = list(NUMBER.finditer(cell))
+    if not found or re.search(r"\w", cell[: found[0].start()]):
+        return []
+    return [float(each[1].replace(",", "")) / (100 if each[2] else 1) for each in found]
+
+
+def has_figures(rows: list[list[str]]) -> bool:
+    """Says whether a table measures, and does not only describe."""
+    return any(numbers(cell) for cells in rows for cell in cells[1:])
+
+
+def name_of(cell: str) -> str:
+    """Returns a row's name without its marks."""
+    return re.sub(r"[`*]", "", cell)
 
 
 def stored_figures(table: Table) -> dict[str, float]:
@@ -131,12 +173,38 @@ def stored_figures(table: Table) -> dict[str, float]:
     if table.stored:
         return dict(flat(json.loads((RESULTS / table.stored).read_text())))
     figures: dict[str, float] = {}
-    for heading, rows in page_tables(RESULTS / table.page):
-        for cells in rows if heading == table.heading else []:
-            for name, cell in zip(table.columns, cells, strict=False):
-                if name and (value := number(cell)) is not None:
-                    figures.setdefault(f"rows/{cells[0].strip('`*')}/{name}", value)
+    page = page_tables(RESULTS / table.page)[table.heading, table.number]
+    names = table.rows or [name_of(cells[0]) for cells in page]
+    for name, cells in zip(names, page, strict=True):
+        for column, cell in zip(table.columns, cells, strict=False):
+            for figure, value in zip(column.split(" | "), numbers(cell), strict=False):
+                if not (name and figure):
+                    continue
+                path, _, factor = figure.partition(" * ")
+                path = path if "{row}" in path else f"rows/{{row}}/{path}"
+                figures.setdefault(path.replace("{row}", name), value / float(factor or 1))
     return figures
+
+
+def made_figures(table: Table, out: Path) -> dict[str, float]:
+    """Returns the figures that a command has written, by path."""
+    figures: dict[str, float] = {}
+    for file in table.made:
+        text, prefix = (out / file).read_text(), f"{Path(file).with_suffix('')}/"
+        found = printed(text) if file.endswith(".md") else flat(json.loads(text))
+        for path, value in found:
+            figures.setdefault(path if len(table.made) == 1 else prefix + path, value)
+    return figures
+
+
+def printed(text: str) -> Iterator[tuple[str, float]]:
+    """Yields a printed table's numbers by path: rows/ROW/COLUMN, a cell's second one with /2."""
+    for _, head, rows in tables_of(text):
+        for cells in rows:
+            for column, cell in zip(head, cells, strict=False):
+                for place, value in enumerate(numbers(cell), start=1):
+                    path = f"rows/{name_of(cells[0])}/{name_of(column)}"
+                    yield (path if place == 1 else f"{path}/{place}"), value
 
 
 def compared(table: Table, made: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -166,9 +234,9 @@ def run(table: Table, models: Path, out: Path) -> int:
     ).returncode
 
 
-def report(table: Table, made: Path) -> bool:
+def report(table: Table, out: Path) -> bool:
     """Prints figures that are off and how many are not; returns whether all are near enough."""
-    verdicts = list(compared(table, dict(flat(json.loads(made.read_text())))))
+    verdicts = list(compared(table, made_figures(table, out)))
     for verdict, line in verdicts:
         if verdict == "OFF":
             print(f"OFF  {line}")
@@ -213,7 +281,7 @@ def main() -> int:
     if not options.compare_only and (status := run(table, options.models, out)) != 0:
         print(f"the command ended with {status}", file=sys.stderr)
         return 1
-    return 0 if report(table, out / table.made) else 1
+    return 0 if report(table, out) else 1
 
 
 if __name__ == "__main__":

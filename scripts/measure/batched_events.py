@@ -50,14 +50,14 @@ def main() -> int:
     num_tokens = blocks_of(options.requests, options.tokens, block_size) * block_size
     cache = Cache(model, num_tokens, block_size, options.device)
     pool = as_on_cpus(cache.pool) if on_cpu else cache.pool
-    print(f"{'policy':24}{'one by one':>14}{'layers at once':>24}{'together':>20}")
+    print("| policy | one by one | layers at once | together |\n|---|---|---|---|")
     for name in options.policies.split(","):
         pipeline = make_pipeline(name, model, block_size)
         step = PromptsEnd(pipeline, cache, pool, options.requests, options.tokens)
         runs = [[step.seconds(way) for way in WAYS] for _ in range(options.repeats + 1)][1:]
         alone, *others = (1000 * statistics.median(column) for column in zip(*runs, strict=True))
-        ratios = (f"{other:>11.1f} ms {other / alone:.2f}x" for other in others)
-        print(f"{name:24}{alone:>11.1f} ms   ", *ratios, flush=True)
+        ratios = " | ".join(f"{other:.1f} ms, {other / alone:.2f}x" for other in others)
+        print(f"| `{name}` | {alone:.1f} ms | {ratios} |", flush=True)
     return 0
 
 

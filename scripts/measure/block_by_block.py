@@ -82,6 +82,22 @@ def table(rows: list[Row], policies: list[str], against: str | None = None) -> I
         yield f"| `{policy}` | {' | '.join(cells)} |"
 
 
+def parts(rows: list[Row]) -> Iterator[str]:
+    """Loss in each stretch of `PART` predicted tokens, by policy and setting."""
+    by_setting: dict[tuple[Any, ...], dict[int, list[float]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("policy", "trigger", "budget"))
+        by_setting.setdefault(key, {})[row["item"]] = row["by_part"]
+    full = by_setting.pop((NO_POLICY, "prompt", 1.0))
+    count = min(map(len, full.values()))
+    yield f"| loss of {PART} tokens | {' | '.join(f'to {PART * (i + 1)}' for i in range(count))} |"
+    yield "|" + "---|" * (1 + count)
+    for (policy, trigger, budget), by_item in by_setting.items():
+        means = (statistics.mean(by_item[i][n] - full[i][n] for i in full) for n in range(count))
+        cells = " | ".join(f"{mean:.3f}" for mean in means)
+        yield f"| `{policy}`, `{trigger}`, {budget:g} | {cells} |"
+
+
 def _cell(values: list[float], sign: str) -> str:
     """Mean and 95% interval."""
     low, high = interval(values)
@@ -105,6 +121,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of contexts (1024)")
     parser.add_argument("--continuation", type=int, default=256, help="tokens behind them (256)")
     parser.add_argument("--texts", type=int, default=3, help="of each kind (3)")
+    parser.add_argument("--first", type=int, help="texts, from kind to kind (all)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first text (0)")
     parser.add_argument("--profile", type=Path, help="measured heads, for +headkv")
     parser.add_argument("--against", help="policy that others are compared with, text by text")
@@ -120,7 +137,7 @@ def main() -> None:
     settings += product(options.policies, options.triggers, options.budgets)
     # From kind to kind, so that a run that is stopped has some of each.
     order = sorted(range(len(items)), key=lambda number: number % options.texts)
-    for number in tqdm(order, unit="text"):
+    for number in tqdm(order[: options.first], unit="text"):
         context, continuation = split_prompt(tokenizer, items[number])
         tokens = [*context, *continuation]
         for setting in settings:
@@ -133,7 +150,7 @@ def main() -> None:
             row["by_part"] = [round(float(part.mean()), 4) for part in lost.split(PART)]
             rows.append(row)
             append_rows(options.out, [row])
-    print("\n".join(table(rows, options.policies, options.against)))
+    print("\n".join([*table(rows, options.policies, options.against), "", *parts(rows)]))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def measure_costs(options: argparse.Namespace) -> list[dict[str, Any]]:
     for number, length in sizes:
         drafter.pace = pace = InTurns()
         generate(llm, number, length, output)
-        row: dict[str, Any] = {"requests": number, "tokens": length}
+        row: dict[str, Any] = {"setup": f"{number}x{length}", "requests": number, "tokens": length}
         for drafts, seconds in pace.seconds.items():
             counted = sorted(seconds[WARM_UP:])
             row[str(drafts)] = {
@@ -221,7 +221,8 @@ def measure_chosen(options: argparse.Namespace) -> list[dict[str, Any]]:
                 seconds.append(pace.seconds / pace.tokens)
             if repeat:
                 ratios.append(seconds[0] / seconds[1])
-        row = {"requests": number, "tokens": length, "ratio": statistics.median(ratios)}
+        row = {"setup": f"{number}x{length}", "requests": number, "tokens": length}
+        row |= {"ratio": statistics.median(ratios)}
         row |= {"ratios": ratios, "seconds": seconds, "cycles": dict(paces[0].numbers)}
         rows.append(row)
         print(json.dumps(row), flush=True)
@@ -243,7 +244,7 @@ def measure_accepted(options: argparse.Namespace) -> list[dict[str, Any]]:
                 for text in texts(kind, length, options.samples)
             ]
             llm.generate(prompts, params, use_tqdm=False)
-            row: dict[str, Any] = {"text": kind, "tokens": length, "cycles": len(pace.accepted)}
+            row: dict[str, Any] = {"setup": f"{kind}@{length}", "cycles": len(pace.accepted)}
             for number in CHOICES[1:]:
                 tokens = statistics.mean(1 + min(number, each) for each in pace.accepted)
                 row[f"tokens per cycle of {number}"] = tokens
@@ -280,7 +281,7 @@ def measure_beside(options: argparse.Namespace) -> list[dict[str, Any]]:
             llm.generate(prompts, params, use_tqdm=False)
             rows.append(
                 {
-                    "text": kind,
+                    "setup": kind,
                     "cycles": len(accepted),
                     "first accepted": statistics.mean(each > 0 for each in accepted),
                     "tokens per cycle": 1 + statistics.mean(accepted),

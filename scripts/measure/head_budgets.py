@@ -169,8 +169,8 @@ def table(rows: list[Row]) -> Iterator[str]:
     """Text loss, its difference from `measured`, facts and memory, by budget and way."""
     values = {(row["mode"], row["item"], row["budget"], row["way"]): row for row in rows}
     full = {key[:2]: row["value"] for key, row in values.items() if key[3] == FULL}
-    yield "| budget | way | loss (error) | more than measured | known | not known | kept (texts) |"
-    yield "|---" * 7 + "|"
+    yield "| way@budget | loss (error) | more than measured | known | not known | kept (texts) |"
+    yield "|---" * 6 + "|"
     for budget, way in dict.fromkeys(key[2:] for key in values if key[3] != FULL):
         texts = [number for mode, number in full if mode == TEXT]
         loss = [values[TEXT, i, budget, way]["value"] - full[TEXT, i] for i in texts]
@@ -178,7 +178,7 @@ def table(rows: list[Row]) -> Iterator[str]:
             values[TEXT, i, budget, way]["value"] - values[TEXT, i, budget, "measured"]["value"]
             for i in texts
         ]
-        cells = [f"{budget:g}", way, with_error(loss), with_error(other)]
+        cells = [f"{way}@{budget:g}", with_error(loss), with_error(other)]
         for mode in (KNOWN, UNKNOWN):
             able = [at for at, value in full.items() if at[0] == mode and value]
             cells.append(f"{sum(values[*at, budget, way]['value'] for at in able)} of {len(able)}")
@@ -219,6 +219,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=(*NEEDLES, "niah_single_3"), help="of RULER")
     parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    parser.set_defaults(kinds=["text"])
     options = parser.parse_args()
     pairs = (part.split("=") for part in options.threshold)
     options.threshold = {float(budget): float(score) for budget, score in pairs}

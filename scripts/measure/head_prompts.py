@@ -117,13 +117,14 @@ def main() -> None:
         block_size=32,
     )
     own = mean_importance(scores)
+    print("| moved beside | at 0.1 | at 0.25 | at 0.5 |\n|---|---|---|---|")
     for path in options.beside:
         other = read_importance(path)
         shares = [
             moved(pages_of(own, heads, share, 32), pages_of(other, heads, share, 32))
             for share in (0.1, 0.25, 0.5)
         ]
-        print(f"{path}: {', '.join(f'{part:.1%}' for part in shares)} at 0.1, 0.25, 0.5")
+        print(f"| {path.name} | {' | '.join(f'{part:.1%}' for part in shares)} |")
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def beside(theirs: list[Answer], ours: list[Answer], policy: str | None = None) 
     """
     kvpress, here = values(theirs), values(ours)
     lines = [
-        "| setup | mode | here | kvpress | difference | two standard errors |",
+        "| setup | texts | here | kvpress | difference | two standard errors |",
         "|---" * 6 + "|",
     ]
     for setup, mode in dict.fromkeys(at[:2] for at in kvpress):
@@ -245,7 +245,8 @@ def beside(theirs: list[Answer], ours: list[Answer], policy: str | None = None) 
         error = stdev(differences) / math.sqrt(len(pairs))
         means = (fmean(scores) for scores in zip(*pairs, strict=True))
         cells = " | ".join(f"{value:.3f}" for value in (*means, fmean(differences), 2 * error))
-        lines.append(f"| `{setup}` | {mode} | {cells} |")
+        name = setup if mode == TEXT else f"{setup}, {mode}"
+        lines.append(f"| `{name}` | {len(pairs)} | {cells} |")
     return "\n".join(lines)
 
 

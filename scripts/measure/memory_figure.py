@@ -52,6 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     import matplotlib.pyplot as plt
 
+    print("| cache | bytes | loss (standard error) |\n|---|---|---|")
     figure, axes = plt.subplots(1, len(options.models), figsize=(10, 4.2), squeeze=False)
     for axis, given in zip(axes[0], options.models, strict=True):
         name, _, source = given.partition("=")
@@ -66,7 +67,8 @@ def main() -> None:
         axis.grid(alpha=0.3)
         flat = [(p, cache, budget) for cache, each in curves.items() for budget, p in each.items()]
         for (share, loss, error), cache, budget in sorted(flat):
-            print(f"| {name} | {cache} | {budget:g} | {share:.3f} | {loss:.3f} ({error:.3f}) |")
+            point = f"{name}, {cache}, {budget:g}"
+            print(f"| {point} | {share:.3f} | {loss:.3f} ({error:.3f}) |")
     axes[0][0].set_ylabel("loss of text, nats per token")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()

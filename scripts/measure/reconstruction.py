@@ -159,11 +159,13 @@ def main() -> None:
         rows.append(row_of(model, tokenizer, item, options.budgets))
         append_rows(options.out, rows[-1:])
     able = [row for row in rows if row["full"]]
+    print("| | found, or the mean |\n|---|---|")
     for name, value in rows[0].items():
+        total = 0 if name == "task" else sum(row[name] for row in able)
         if isinstance(value, bool):
-            print(f"{name:32}{sum(row[name] for row in able)} of {len(able)}")
+            print(f"| {name} | {total} of {len(able)} |")
         elif name != "task":
-            print(f"{name:52}{sum(row[name] for row in able) / len(able):.2f}")
+            print(f"| {name} | {total / len(able):.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Measures the time to the first token of a turn whose conversation's state lies in three places.
 
-    python scripts/measure/spilled_turns.py models/reference --tokens 4096 --repeats 7
+    python scripts/measure/spilled_turns.py models/reference --tokens 4096 --repeats 7 --out FILE
 
 `resident`: in the pool; `spilled`: in host memory, since another request needed its blocks;
 `evicted`: nowhere, since the same happened without `--kv-spill`, so the whole prompt is read again.
-Prints JSON: the median, least and most of each in seconds, and ratios of medians to `resident`.
+Writes JSON: the median, least and most of each in seconds, and ratios of medians to `resident`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--question", type=int, default=64, help="tokens of the second turn")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--policy", default="adakv")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     arguments = parser.parse_args()
     seconds: dict[str, list[float]] = {}
     for spill in (1.0, None):  # each in a process of its own, which gives its memory back
@@ -47,7 +49,8 @@ def main() -> None:
         }
         for name, each in seconds.items()
     }
-    print(json.dumps(rows, indent=1))
+    arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print(arguments.out.read_text(), end="")
 
 
 def measure(arguments: argparse.Namespace, spill: float | None) -> dict[str, list[float]]:

@@ -9,12 +9,13 @@ Of the questions, those that the full cache answers are counted. Runs go on wher
 What `--kv-read` takes is a setting, too: all is held, and tokens behind the prompt read a part;
 "spans@0.5 quest:0.5" reads a half of what is kept. `--caches` are types of the cache that every
 setting is tried in, simulated; losses are those beside the full cache in the first of them, which
-is to be `auto`. Computes in float32 where the CPU would emulate bfloat16.
+is to be `auto`. Computes in float32 where the CPU would emulate bfloat16, or in --dtype.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -39,6 +40,7 @@ from vllm_kvcompress.tools.evaluation.summary import interval
 FULL, TEXT, KNOWN, UNKNOWN = "full", "text", "known", "not known"
 RECALL, MASS = "recall", "mass"  # of texts, where a part is read
 READS = ("quest", "longcache")
+OTHER_RUN = 1_000_000  # numbers of items begin there, one million for each run
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_multikey_1")
 Choose = Callable[[list[DenseLayer]], list[Kept]]
 Row = dict[str, Any]
@@ -156,7 +158,7 @@ def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
     texts = sorted(key for key in full if key[0] == TEXT)
     tasks = {row["item"]: row["task"] for row in rows}
     kinds = sorted({tasks[number] for _, number in texts})
-    head = ["setup", "loss (standard error)", f"of {setups[0]} (95%)", *kinds, KNOWN, UNKNOWN]
+    head = ["setup", "loss (standard error)", "more than the first (95%)", *kinds, KNOWN, UNKNOWN]
     yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * (5 + len(kinds))
     for setup in setups:
@@ -172,7 +174,7 @@ def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
         for mode in (KNOWN, UNKNOWN):
             able = [key for key in full if key[0] == mode and full[key] and key in values]
             cells.append(f"{sum(values[key] for key in able)} of {len(able)}")
-        yield f"| `{setup}` | {' | '.join(cells)} |"
+        yield f"| `{label(setup)}` | {' | '.join(cells)} |"
     for setup in setups:
         lines = [
             statistics.mean(value for key, value in by_setup[setup].items() if key[0] == mode)
@@ -184,6 +186,11 @@ def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
                 f"`{setup}` reads {lines[0]:.0%} of the 64 tokens with the highest products, "
                 f"and {lines[1]:.0%} of the attention weights."
             )
+
+
+def label(setup: str) -> str:
+    """A setting's name without the folder of its profile."""
+    return re.sub(r"profile=[^,@ ]*/", "profile=", setup)
 
 
 def with_error(values: list[float]) -> str:
@@ -221,9 +228,9 @@ def plot(rows: list[Row], setups: list[str], path: Path) -> None:
 def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
     """Texts and questions, from kind to kind, so that a run that is stopped has some of each."""
     lengths = [options.length]
-    items = []
-    if options.texts:
-        items = load_texts("text", lengths, options.continuation, options.texts, options.seed)
+    items: list[Item] = []
+    for kind in options.kinds if options.texts else ():
+        items += load_texts(kind, lengths, options.continuation, options.texts, options.seed)
 
     def count(text: str) -> int:
         return len(tokenizer(text)["input_ids"])
@@ -249,19 +256,29 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of contexts (1024)")
     parser.add_argument("--continuation", type=int, default=256, help="of texts (256)")
     parser.add_argument("--texts", type=int, default=5, help="of each kind (5)")
+    parser.add_argument("--kinds", nargs="+", default=["text"], help="such as text/prose (all)")
     parser.add_argument("--needles", type=int, default=4, help="questions of each task (4)")
     parser.add_argument("--tasks", nargs="+", default=NEEDLES, help="of RULER")
     parser.add_argument(
         "--caches", nargs="+", choices=CACHES, default=["auto"], help="types of caches (auto)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
+    parser.add_argument("--dtype", default=fast_dtype(), help="that computes (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE.jsonl",
+        help="other runs of these settings, of other seeds, that the printed table counts as well",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="needles over text loss")
     options = parser.parse_args()
     from tqdm import tqdm
 
     tokenizer = load_tokenizer(options.model)
-    model = QuantizedModel(options.model, getattr(torch, fast_dtype()))
+    model = QuantizedModel(options.model, getattr(torch, options.dtype))
     setups = [FULL, *options.setups]
     named = [in_cache(setup, each) for each in options.caches for setup in setups]
     rows = read_rows(options.out)
@@ -276,6 +293,8 @@ def main() -> None:
             rows += new
             append_rows(options.out, new)
     shown = [name for name in named if name != FULL]
+    for place, path in enumerate(options.beside, start=1):
+        rows += [row | {"item": row["item"] + place * OTHER_RUN} for row in read_rows(path)]
     print("\n".join(table(rows, shown)))
     if options.plot:
         plot(rows, shown, options.plot)

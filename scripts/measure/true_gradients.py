@@ -86,17 +86,20 @@ def measure(model: GradientModel, context: list[int], rest: list[int], budgets: 
 
 
 def print_table(rows: list[Row], budgets: list[float]) -> None:
+    print("| weights@budget | loss | more than gradients (95%) | seconds, all layers |")
+    print("|---|---|---|---|")
     for budget in budgets:
         for setting in (TRUE, *POLICIES):
             name = f"{setting}@{budget:g}"
             losses = [row[name] for row in rows]
             other = [row[name] - row[f"{TRUE}@{budget:g}"] for row in rows]
             low, high = interval(other) if len(rows) > 1 else (0.0, 0.0)
-            print(f"{name:24} {statistics.mean(losses):.3f}", end="")
-            print(f" {statistics.mean(other):+.3f} ({low:+.3f} to {high:+.3f})")
-    for setting in (TRUE, *POLICIES):
-        print(f"{setting:24} {statistics.mean(row['seconds'][setting] for row in rows):.2f} s")
-    print(f"kept for the way back    {statistics.mean(r['bytes'] for r in rows) / 2**20:.0f} MiB")
+            seconds = statistics.mean(row["seconds"][setting] for row in rows)
+            cells = [f"{statistics.mean(losses):.3f}", f"{statistics.mean(other):+.3f}"]
+            print(
+                f"| {name} | {cells[0]} | {cells[1]} ({low:+.3f} to {high:+.3f}) | {seconds:.2f} |"
+            )
+    print(f"\nkept for the way back: {statistics.mean(r['bytes'] for r in rows) / 2**20:.0f} MiB")
     own, both = (statistics.mean(row["cosines"][i] for row in rows) for i in range(2))
     opposite = statistics.mean(row["opposite"] for row in rows)
     print(f"cosine of the loss's gradient with c_11 {own:.3f}, with c_12 {both:.3f} (sizes)")

@@ -54,7 +54,13 @@ def test_a_context_s_layers_are_those_of_the_prompt_without_its_question() -> No
 def test_items_go_from_kind_to_kind() -> None:
     """A run that is stopped has some of each."""
     options = argparse.Namespace(
-        length=128, texts=2, continuation=16, seed=0, needles=2, tasks=["fwe", "qa_1"]
+        length=128,
+        texts=2,
+        continuation=16,
+        seed=0,
+        needles=2,
+        tasks=["fwe", "qa_1"],
+        kinds=["text"],
     )
     tokenizer = load_tokenizer(MODEL)
     tasks = [item.task for item in stand_in.items_of(options, tokenizer)]

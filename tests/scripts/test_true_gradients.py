@@ -106,4 +106,6 @@ def test_a_text_is_measured_with_all_three_weights(capsys: pytest.CaptureFixture
     assert len({round(row[name], 6) for name in names}) == 3
     assert row["bytes"] > 0
     true_gradients.print_table([row, row], [0.3])
-    assert "kept for the way back" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kept for the way back" in said
+    assert said.count("\n| ") == len(names)
