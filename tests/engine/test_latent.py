@@ -9,30 +9,29 @@ from torch import Tensor
 
 from tests import tiny_models
 from tests.engine.conftest import Run, request
+from tests.engine.latent_cases import (
+    LONG,
+    NAMED,
+    TOGETHER,
+    WHOLE,
+    check_kept_rows,
+    check_named_context,
+    check_quarter,
+    check_stock,
+    settings_for,
+)
 from tests.engine.latent_oracle import (
     BLOCK,
     NUM_LAYERS,
     LatentDecoder,
     attentions,
     check_decoding,
-    check_logits,
     records,
 )
-from tests.tiny_models import prompt
 
-LONG, SHORT, MIDDLE = prompt(700, seed=1), prompt(50, seed=2), prompt(300, seed=3)
-CONTEXT = 640  # tokens of the long prompt that a request names as its context
 POLICIES = ["snapkv", "keydiff", "h2o", "spans", "adakv+criticalkv", "leverage", "knorm"]
-SETTINGS = {
-    "policy": "snapkv",
-    "budget": 0.25,
-    "trigger": ["prompt", "decode:32"],
-    "request_policies": POLICIES,
-    "min_request_budget": 0.25,
-    "max_request_budget": 1.0,
-}
+SETTINGS = settings_for(POLICIES)
 ENGINE = {"attention_backend": "CPU_MLA", "max_model_len": 1024}
-TOGETHER = [request("long", LONG), request("short", SHORT, at_step=2), request("mid", MIDDLE)]
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +48,11 @@ def stock(model: str, run_engine: Run) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def report(model: str, run_engine: Run) -> dict[str, Any]:
     """The engine's steps overlap, and it reads prompts in chunks, of which stock is not capable."""
-    whole = [{**one, "id": f"whole {one['id']}", "xargs": {"kv_budget": 1.0}} for one in TOGETHER]
     alone = [request(name, LONG, xargs={"kv_policy": name}) for name in POLICIES]
     generating = request("generating", LONG, 80)
-    named = request("named", LONG, xargs={"kv_context_tokens": CONTEXT})
     return run_engine(
         model,
-        [*([each] for each in (*alone, generating, named)), TOGETHER, whole],
+        [*([each] for each in (*alone, generating, NAMED)), TOGETHER, WHOLE],
         settings=SETTINGS,
         record_kept=True,
         environment={"KVCOMPRESS_CHECK": "1"},
@@ -89,34 +86,20 @@ def test_budget_one_gives_the_tokens_and_logprobs_of_stock(
     report: dict[str, Any], stock: dict[str, Any]
 ) -> None:
     for name, expected in stock.items():
-        found = report["outputs"][f"whole {name}"]
-        assert found["tokens"] == expected["tokens"], name
-        for ours, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-5), name
+        check_stock(report["outputs"][f"whole {name}"], expected)
 
 
 def test_a_quarter_frees_blocks_behind_the_first_token_of_stock(
     report: dict[str, Any], stock: dict[str, Any]
 ) -> None:
-    output = report["outputs"]["long"]
-    assert output["tokens"][0] == stock["long"]["tokens"][0]
-    assert output["tokens"] != stock["long"]["tokens"]
-    assert report["outputs"]["short"]["tokens"] == stock["short"]["tokens"]
-    assert output["tokens"] == report["outputs"]["snapkv"]["tokens"], "together = alone"
-    for event in report["events"][: len(POLICIES)]:
-        assert (event["blocks_freed"], event["blocks_written"]) == (43, 11)
-    assert report["free_at_end"] == report["num_blocks"] - 1
+    check_quarter(report, stock, len(POLICIES))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decoding_reads_the_kept_latent_rows(
     model: str, report: dict[str, Any], policy: str
 ) -> None:
-    kept, output = records(report, POLICIES.index(policy)), report["outputs"][policy]
-    assert all(9 * BLOCK <= len(set(rows)) == len(rows) <= 11 * BLOCK for rows in kept)  # + state
-    decoder = LatentDecoder(model, LONG, kept, len(LONG) // BLOCK * BLOCK)
-    check_logits(decoder.first_logits, output["logprobs"][0], 0)
-    check_decoding(decoder, report, policy, {})
+    check_kept_rows(model, report, policy, POLICIES.index(policy))
 
 
 def test_later_events_keep_some_of_the_rows_that_were_kept(
@@ -133,11 +116,7 @@ def test_later_events_keep_some_of_the_rows_that_were_kept(
 def test_the_rest_of_a_prompt_reads_the_kept_rows_of_its_context(
     model: str, report: dict[str, Any]
 ) -> None:
-    """The rest has an event, too, so that its chunks are behind two contexts."""
-    first = len(POLICIES) + 3
-    decoder = LatentDecoder(model, LONG[:CONTEXT], records(report, first), CONTEXT)
-    events = {CONTEXT + 32 * n: records(report, first + n) for n in (1, 2)}
-    check_decoding(decoder, report, "named", events)
+    check_named_context(model, report, len(POLICIES) + 3)
 
 
 def test_snapkv_ranks_by_the_attention_of_all_query_heads(

@@ -9,36 +9,36 @@ import pytest
 
 from tests import tiny_models
 from tests.engine.conftest import Run, request
+from tests.engine.latent_cases import (
+    LONG,
+    NAMED,
+    SHORT,
+    TOGETHER,
+    WHOLE,
+    check_kept_rows,
+    check_named_context,
+    check_quarter,
+    check_stock,
+    settings_for,
+)
 from tests.engine.latent_oracle import (
     BLOCK,
     LatentDecoder,
     attentions,
     check_decoding,
-    check_logits,
     records,
 )
 from tests.gpu_path.test_families import check_outputs
 from tests.tiny_models import prompt
 
-LONG, SHORT, MIDDLE = prompt(700, seed=1), prompt(50, seed=2), prompt(300, seed=3)
-CONTEXT = 640  # tokens of the long prompt that a request names as its context
 PREPARED = prompt(320, seed=6)  # whole blocks
 REPEATED = PREPARED + prompt(8, seed=8) + PREPARED
 POLICIES = ["snapkv", "keydiff", "adakv+criticalkv"]
-SETTINGS = {
-    "policy": "snapkv",
-    "budget": 0.25,
-    "trigger": ["prompt", "decode:32"],
-    "request_policies": POLICIES,
-    "min_request_budget": 0.25,
-    "max_request_budget": 1.0,
-}
+SETTINGS = settings_for(POLICIES)
 ENGINE = {"max_model_len": 1024, "block_size": BLOCK}
-TOGETHER = [request("long", LONG), request("short", SHORT, at_step=2), request("mid", MIDDLE)]
-WHOLE = [{**one, "id": f"whole {one['id']}", "xargs": {"kv_budget": 1.0}} for one in TOGETHER]
 PHASES = [
     *([request(name, LONG, xargs={"kv_policy": name}, salt=name)] for name in POLICIES),
-    [request("named", LONG, xargs={"kv_context_tokens": CONTEXT}, salt="named")],
+    [{**NAMED, "salt": "named"}],
     TOGETHER,
     WHOLE,
     [request("again", LONG, xargs={"kv_budget": 1.0})],
@@ -73,13 +73,6 @@ def report(request: pytest.FixtureRequest, model: str, run_gpu_path: Run) -> dic
     )
 
 
-def check_stock(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Asserts that tokens and log-probabilities are those of stock."""
-    assert found["tokens"] == expected["tokens"]
-    for ours, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
-
-
 def test_budget_one_gives_the_tokens_and_logprobs_of_stock(
     report: dict[str, Any], stock: dict[str, Any]
 ) -> None:
@@ -90,35 +83,20 @@ def test_budget_one_gives_the_tokens_and_logprobs_of_stock(
 def test_a_quarter_frees_blocks_behind_the_first_token_of_stock(
     report: dict[str, Any], stock: dict[str, Any]
 ) -> None:
-    output = report["outputs"]["long"]
-    assert output["tokens"][0] == stock["long"]["tokens"][0]
-    assert output["tokens"] != stock["long"]["tokens"]
-    assert report["outputs"]["short"]["tokens"] == stock["short"]["tokens"]
-    assert output["tokens"] == report["outputs"]["snapkv"]["tokens"], "together = alone"
-    for event in report["events"][: len(POLICIES)]:
-        assert (event["blocks_freed"], event["blocks_written"]) == (43, 11)
-    assert report["free_at_end"] == report["num_blocks"] - 1
+    check_quarter(report, stock, len(POLICIES))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decoding_reads_the_kept_latent_rows(
     model: str, report: dict[str, Any], policy: str
 ) -> None:
-    kept, output = records(report, POLICIES.index(policy)), report["outputs"][policy]
-    assert all(9 * BLOCK <= len(set(rows)) == len(rows) <= 11 * BLOCK for rows in kept)  # + state
-    decoder = LatentDecoder(model, LONG, kept, len(LONG) // BLOCK * BLOCK)
-    check_logits(decoder.first_logits, output["logprobs"][0], 0)
-    check_decoding(decoder, report, policy, {})
+    check_kept_rows(model, report, policy, POLICIES.index(policy))
 
 
 def test_later_events_and_the_rest_of_a_prompt_read_the_kept_rows(
     model: str, report: dict[str, Any]
 ) -> None:
-    """The rest of a prompt has an event, too, so that its chunks are behind two contexts."""
-    first = len(POLICIES)
-    decoder = LatentDecoder(model, LONG[:CONTEXT], records(report, first), CONTEXT)
-    events = {CONTEXT + 32 * n: records(report, first + n) for n in (1, 2)}
-    check_decoding(decoder, report, "named", events)
+    check_named_context(model, report, len(POLICIES))
 
 
 def test_a_repeated_prompt_has_stocks_prefix_hit(
