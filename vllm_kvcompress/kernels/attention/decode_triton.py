@@ -16,6 +16,7 @@ program computes; along the tiles either the sequence or the program moves on, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -426,6 +427,36 @@ def decode_rows(
     return lse
 
 
+class TableArguments(NamedTuple):
+    """Arguments of a launch that say where page ids are, and where queries are copied to.
+
+    Attributes:
+        page_ids: page table, or addresses of page ids.
+        layer_offsets: of addresses; None for a page table.
+        layer: of addresses; 0 for a page table.
+        stride: between rows of a page table; 0 for addresses.
+        targets: addresses of queries; None: they are not copied.
+        layer_bytes: bytes between layers behind these.
+    """
+
+    page_ids: Tensor
+    layer_offsets: Tensor | None = None
+    layer: int = 0
+    stride: int = 0
+    targets: Tensor | None = None
+    layer_bytes: Tensor | None = None
+
+    @classmethod
+    def of(cls, holder: PagedEntries | AddressedEntries) -> Self:
+        """Takes them from entries."""
+        if not isinstance(holder, AddressedEntries):
+            return cls(holder.page_table, stride=holder.page_table.stride(0))
+        table, copied = (holder.addresses, holder.layer_offsets, holder.layer), holder.query_targets
+        return (
+            cls(*table) if copied is None else cls(*table, 0, copied.addresses, copied.layer_bytes)
+        )
+
+
 def _launch(
     holder: PagedEntries | AddressedEntries,
     queries: Tensor,
@@ -448,15 +479,16 @@ def _launch(
     # tensors that do not begin at a multiple of 16 bytes.
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
     piece_lse = queries.new_empty((num_pieces, group), dtype=torch.float32)
-    numbers = NumbersArguments.of(bias)
-    table, table_stride, targets = _table_arguments(holder)
+    numbers, table = NumbersArguments.of(bias), TableArguments.of(holder)
     sizes = overlap_options(holder.device)
     sizes |= dict(HEADS=heads, GROUP=group, HEAD_SIZE=head_size, DIMS=padded(head_size))
     with on_device(holder.pages):
         _pieces_kernel[(programs,)](
             queries,
             holder.pages,
-            *table,
+            table.page_ids,
+            table.layer_offsets,
+            table.layer,
             *runs,
             *numbers.tensors,
             pieces,
@@ -464,7 +496,7 @@ def _launch(
             num_sequences,
             queries.stride()[:3],
             holder.pages.stride(0),
-            table_stride,
+            table.stride,
             numbers.table_stride,
             scale * LOG2_E,
             ADDRESSED=isinstance(holder, AddressedEntries),
@@ -485,32 +517,19 @@ def _launch(
             out,
             lse,
             queries,
-            *targets,
-            table[2],
+            table.targets,
+            table.layer_bytes,
+            table.layer,
             num_sequences,
             programs,
             queries.stride()[:3],
             out.stride()[:3],
             PIECES=SETTINGS.pieces,
             HAS_LSE=lse is not None,
-            HAS_TARGETS=targets[0] is not None,
+            HAS_TARGETS=table.targets is not None,
             num_warps=4,
             **sizes,
         )
-
-
-def _table_arguments(
-    holder: PagedEntries | AddressedEntries,
-) -> tuple[tuple[Tensor, Tensor | None, int], int, tuple[Tensor | None, Tensor | None]]:
-    """Returns arguments of both kernels that say where page ids are, and where queries are copied.
-
-    These are page ids or their addresses, layer offsets and the layer; the stride of a page table;
-    and addresses of queries with the bytes between layers.
-    """
-    if not isinstance(holder, AddressedEntries):
-        return (holder.page_table, None, 0), holder.page_table.stride(0), (None, None)
-    table, copied = (holder.addresses, holder.layer_offsets, holder.layer), holder.query_targets
-    return table, 0, (None, None) if copied is None else (copied.addresses, copied.layer_bytes)
 
 
 def _num_programs(device: torch.device) -> int:
