@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import Request
 
-    from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
-        RequestCompression,
-        RequestTable,
-    )
+    from vllm_kvcompress.vllm_plugin.scheduler_side.request_record import RequestCompression
+    from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 
 MAX_PENDING_TOKENS = 2**17  # prompts and answers that wait to be scored
 CHUNK_TOKENS = 256  # of a shadow in one step, so that requests beside it are hardly slower

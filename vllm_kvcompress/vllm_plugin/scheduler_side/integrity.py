@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan, kernel_blocks
-from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import DraftBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptStates
-from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable, block_ids
+from vllm_kvcompress.vllm_plugin.scheduler_side.other_managers import DraftBlockManager
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_record import block_ids
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -39,13 +39,11 @@ from vllm_kvcompress.vllm_plugin.compat.scheduler import (
     wrap_connector,
 )
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
-from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
-    CompressedBlockManager,
-    LimitedCaching,
-)
+from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.canary import CHUNK_TOKENS, Canary
 from vllm_kvcompress.vllm_plugin.scheduler_side.host_copies import HostCopies
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
+from vllm_kvcompress.vllm_plugin.scheduler_side.other_managers import LimitedCaching
 from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.start import announce, check_reuse

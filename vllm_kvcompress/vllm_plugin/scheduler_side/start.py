@@ -10,7 +10,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.draft_pace import MAX_DRAFTS
 from vllm_kvcompress.scheduling.rule import CompressionRule
-from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import DraftBlockManager
+from vllm_kvcompress.vllm_plugin.scheduler_side.other_managers import DraftBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import SAFE_HISTORY, StateReuse
 from vllm_kvcompress.vllm_plugin.startup import versions

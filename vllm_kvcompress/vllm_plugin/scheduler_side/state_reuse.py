@@ -16,11 +16,11 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import (
     KeptStates,
     has_only_tokens,
 )
-from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_record import (
     GroupBlocks,
     RequestCompression,
-    must_read_prompt,
 )
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import must_read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
