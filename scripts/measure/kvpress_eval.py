@@ -6,22 +6,24 @@
 In the environment of scripts/release/kvpress_golden.py (which says how to make it). Presses have
 kvpress's own defaults; of each prompt they keep as many tokens as whole blocks here. Query-
 agnostic, and for texts, the press works on the context alone, as in kvpress's pipeline; query-
-aware, on context and question; the first token then comes from the prefill's full attention. DIR
-takes what `eval` writes, as far as it applies, and a run that was stopped goes on.
+aware, on context and question; the first token then comes from the prefill's full attention. A
+prompt is read once for all presses and budgets: their hooks are called with what the layers were.
+DIR takes what `eval` writes, as far as it applies, and a run that was stopped goes on.
 
-With `--beside DIR`, of an `eval` with the same questions, prints for every press what the policy of
-that name did beside it, question by question; with `--policy P` too, what P did beside each press.
+With `--beside DIR`, of an `eval` with the same questions, prints and writes to beside.json for
+every press what the policy of that name did beside it, question by question; with `--policy P` too,
+what P did beside each press (`auto`: with measured heads).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import copy
 import json
 import math
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -30,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from vllm_kvcompress.cli.eval import add_questions, items_of  # noqa: E402
+from vllm_kvcompress.config.auto import named_policy  # noqa: E402
 from vllm_kvcompress.tools.evaluation.item import Item  # noqa: E402
 from vllm_kvcompress.tools.evaluation.metrics import METRICS  # noqa: E402
 from vllm_kvcompress.tools.evaluation.prompts import split_prompt  # noqa: E402
@@ -37,7 +40,7 @@ from vllm_kvcompress.tools.evaluation.setups import AWARE, FULL, MODES, TEXT  # 
 
 Answer = dict[str, Any]
 EAGER = ("observed",)  # reads attention weights
-ANSWERS = "answers.jsonl"
+ANSWERS, BESIDE = "answers.jsonl", "beside.json"
 
 
 def presses() -> dict[str, Callable[[float], Any]]:
@@ -58,8 +61,31 @@ def presses() -> dict[str, Callable[[float], Any]]:
         "expected": kv.ExpectedAttentionPress,
         "adakv+expected": lambda ratio: kv.AdaKVPress(kv.ExpectedAttentionPress(ratio)),
         "compactor": kv.CompactorPress,
-        "kvzip": kv.KVzipPress,
+        "kvzip": kvzip,
     }
+
+
+def kvzip(ratio: float) -> Any:
+    """KVzip whose scores, which no budget changes, may be used again."""
+    import kvpress as kv
+
+    class ScoredOnce(kv.KVzipPress):
+        scores = None
+
+        def compress_prompt(self, model: Any, prompt: Any, kv_cache: Any) -> None:
+            """Masks what is evicted of `kv_cache`, which holds `prompt`, a row of ids."""
+            if self.scores is None:
+                with self(model):  # has the prompt repeated at the end
+                    self._context_ids, self._cache = prompt, kv_cache
+            else:
+                self.score_val = self.scores
+                super().compress_post(model)
+
+        def compress_post(self, model: Any) -> None:
+            self.scores = self.score_val
+            super().compress_post(model)
+
+    return ScoredOnce(ratio)
 
 
 @cache
@@ -71,7 +97,65 @@ def load(folder: str, attention: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation=attention
     )
+    if not hasattr(model.config, "head_dim"):  # Qwen2's, which kvpress's CriticalKV reads
+        model.config.head_dim = model.model.layers[0].self_attn.head_dim
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+class Prefill:
+    """A prompt that the model has read, for any number of presses.
+
+    Attributes:
+        cache: of all tokens; presses get copies.
+        logits: [1, vocabulary] of what comes next.
+        calls: of every attention layer: the module, its keyword arguments and its output.
+    """
+
+    def __init__(self, model: Any, tokens: tuple[int, ...]) -> None:
+        from transformers import DynamicCache
+
+        self.model, self.prompt = model, ids_row(model, tokens)
+        self.cache, self.calls = DynamicCache(), []
+        self._kvzip_scores = None
+        handles = [
+            layer.self_attn.register_forward_hook(self._record, with_kwargs=True)
+            for layer in model.model.layers
+        ]
+        self.logits = model(self.prompt, past_key_values=self.cache, logits_to_keep=1).logits[0]
+        for handle in handles:
+            handle.remove()
+
+    def _record(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        self.calls.append((module, kwargs, output))
+
+    def compressed(self, press: Any | None) -> Any:
+        """A copy of the cache as a press leaves it; masks go to the modules, as in kvpress."""
+        kv_cache = copy.deepcopy(self.cache)
+        for module, _, _ in self.calls:
+            module.masked_key_indices = None
+        if hasattr(press, "compress_prompt"):
+            press.scores = self._kvzip_scores
+            press.compress_prompt(self.model, self.prompt, kv_cache)
+            self._kvzip_scores = press.scores
+        elif press is not None:
+            with press(self.model):  # gives the modules what presses read of them
+                pass
+            for module, kwargs, output in self.calls:
+                press.forward_hook(module, [], {**kwargs, "past_key_values": kv_cache}, output)
+        return kv_cache
+
+
+@lru_cache(maxsize=2)
+def prefill(folder: str, attention: str, tokens: tuple[int, ...]) -> Prefill:
+    """The last prompt, read with each of both kinds of attention."""
+    return Prefill(load(folder, attention), tokens)
+
+
+def ids_row(model: Any, numbers: Any) -> Any:
+    """[1, n] integers where the model is."""
+    import torch
+
+    return torch.tensor([list(numbers)], device=model.device)
 
 
 class Asked:
@@ -84,7 +168,8 @@ class Asked:
     """
 
     def __init__(self, folder: str, name: str, budget: float, block_size: int) -> None:
-        self.model = load(folder, "eager" if name in EAGER else "sdpa")
+        self.folder, self.attention = folder, "eager" if name in EAGER else "sdpa"
+        self.model = load(folder, self.attention)
         self.press = None if name == FULL else presses()[name]
         self.budget, self.block_size = budget, block_size
 
@@ -97,23 +182,18 @@ class Asked:
 
     def read(self, tokens: list[int]) -> tuple[Any, Any]:
         """A compressed cache, and the logits of what comes next."""
-        from transformers import DynamicCache
-
-        num_kept = self.num_kept(len(tokens))
-        cache, press = DynamicCache(), contextlib.nullcontext()
+        num_kept, press = self.num_kept(len(tokens)), None
         if num_kept < len(tokens):
             # Presses keep int(n * (1 - ratio)).
-            press = self.press(1 - (num_kept + 0.5) / len(tokens))(self.model)
-        with press:
-            logits = self.model(self._row(tokens), past_key_values=cache).logits
-        return cache, logits[0]
+            press = self.press(1 - (num_kept + 0.5) / len(tokens))
+        done = prefill(self.folder, self.attention, tuple(tokens))
+        return done.compressed(press), done.logits
 
     def go_on(self, cache: Any, tokens: list[int], start: int) -> Any:
         """Logits of what follows further tokens; positions go on from the uncompressed length."""
-        positions = self._row(range(start, start + len(tokens)))
-        return self.model(self._row(tokens), past_key_values=cache, position_ids=positions).logits[
-            0
-        ]
+        positions = ids_row(self.model, range(start, start + len(tokens)))
+        ids = ids_row(self.model, tokens)
+        return self.model(ids, past_key_values=cache, position_ids=positions).logits[0]
 
     def reply(self, context: list[int], question: list[int], most: int) -> list[int]:
         """Greedy token ids; `question` is read after the context was compressed."""
@@ -137,13 +217,8 @@ class Asked:
         """Per token of the continuation but the first, as `eval` counts."""
         cache, _ = self.read(context)
         logits = self.go_on(cache, continuation, len(context))[:-1].float()
-        wanted = self._row(continuation[1:])[0]
+        wanted = ids_row(self.model, continuation[1:])[0]
         return -float(logits.log_softmax(dim=-1).gather(1, wanted[:, None]).mean())
-
-    def _row(self, numbers: Any) -> Any:
-        import torch
-
-        return torch.tensor([list(numbers)], device=self.model.device)
 
 
 def answer(
@@ -156,9 +231,8 @@ def answer(
         return {**record, "score": None, "nats": asked.nats(context, question)}
     if mode == AWARE:
         context, question = context + question, []
-    text = tokenizer.decode(
-        asked.reply(context, question, item.max_tokens), skip_special_tokens=True
-    )
+    reply = asked.reply(context, question, item.max_tokens)
+    text = tokenizer.decode(reply, skip_special_tokens=True)
     score = METRICS[item.metric](text, item.answers)
     return {**record, "score": score, "nats": None, "text": text}
 
@@ -176,23 +250,28 @@ def run(options: argparse.Namespace, items: list[Item]) -> list[Answer]:
     done = {key(answer) for answer in answers}
     setups = [(FULL, 1.0)]
     setups += [(name, budget) for name in options.presses for budget in options.budgets]
+    still_open = [
+        (number, mode, name, budget)
+        for number, item in enumerate(items)
+        for mode in ((TEXT,) if item.continuation else MODES[options.mode])
+        for name, budget in setups
+        if (name != FULL or mode in (TEXT, AWARE))
+        and (named(name, budget), mode, number) not in done
+    ]
     with path.open("a") as output:
-        for name, budget in setups:
-            setup = FULL if name == FULL else f"{name}@{budget:g}"
-            modes = (AWARE,) if name == FULL else MODES[options.mode]
-            still_open = [
-                (mode, number)
-                for number, item in enumerate(items)
-                for mode in ((TEXT,) if item.continuation else modes)
-                if (setup, mode, number) not in done
-            ]
-            asked = Asked(options.model, name, budget, options.block_size) if still_open else None
-            for mode, number in tqdm(still_open, desc=setup, disable=not still_open):
-                record = answer(asked, tokenizer, items[number], prompts[number], mode)
-                answers.append({"setup": setup, "mode": mode, "item": number, **record})
-                output.write(json.dumps(answers[-1]) + "\n")
-                output.flush()
+        for number, mode, name, budget in tqdm(still_open, disable=not still_open):
+            asked = Asked(options.model, name, budget, options.block_size)
+            record = answer(asked, tokenizer, items[number], prompts[number], mode)
+            setup = named(name, budget)
+            answers.append({"setup": setup, "mode": mode, "item": number, **record})
+            output.write(json.dumps(answers[-1]) + "\n")
+            output.flush()
     return answers
+
+
+def named(name: str, budget: float) -> str:
+    """What a press at a budget is called in answers."""
+    return FULL if name == FULL else f"{name}@{budget:g}"
 
 
 def read(folder: Path) -> list[Answer]:
@@ -206,7 +285,7 @@ def key(answer: Answer) -> tuple[str, str, int]:
 
 
 def values(answers: list[Answer]) -> dict[tuple[str, str, str, int], float]:
-    """By setup, mode, task and number within it: the score, or minus what a text loses, in nats."""
+    """By setup, mode, task and number within it: the score, or what a text loses, in nats."""
     full = {a["item"]: a["nats"] for a in answers if a["setup"] == FULL}
     first: dict[tuple[str, int], int] = {}
     for record in answers:
@@ -214,39 +293,63 @@ def values(answers: list[Answer]) -> dict[tuple[str, str, str, int], float]:
         first[task] = min(record["item"], first.get(task, record["item"]))
     return {
         (a["setup"], a["mode"], a["task"], a["item"] - first[a["task"], a["length"]]): (
-            full[a["item"]] - a["nats"] if a["mode"] == TEXT else a["score"]
+            a["nats"] - full[a["item"]] if a["mode"] == TEXT else a["score"]
         )
         for a in answers
     }
 
 
-def beside(theirs: list[Answer], ours: list[Answer], policy: str | None = None) -> str:
-    """A table of means, with the standard error of the difference, question by question.
+def beside(
+    theirs: list[Answer], ours: list[Answer], policy: str | None = None
+) -> list[dict[str, Any]]:
+    """Means of every press and of ours, with their difference, question by question.
 
     Args:
         theirs, ours: answers of this script, and of `eval`.
         policy: ours that every press is compared with; None: the one of its name.
+
+    Returns:
+        By setup and mode: the policy, what each question came to on both sides, both means, their
+        difference and its standard error.
     """
     kvpress, here = values(theirs), values(ours)
+    rows = []
+    for setup, mode in dict.fromkeys(at[:2] for at in kvpress):
+        budget, own = setup.partition("@")[2], setup
+        if policy is not None and budget:
+            own = f"{named_policy(policy, True, float(budget))}@{budget}"
+        asked = [at for at in kvpress if at[:2] == (setup, mode) and (own, *at[1:]) in here]
+        if setup == FULL or len(asked) < 2:
+            continue
+        own_scores = [here[own, *at[1:]] for at in asked]
+        scores = [kvpress[at] for at in asked]
+        differences = [ours - other for ours, other in zip(own_scores, scores, strict=True)]
+        numbers = {
+            "here": fmean(own_scores),
+            "kvpress": fmean(scores),
+            "difference": fmean(differences),
+            "error": stdev(differences) / math.sqrt(len(asked)),
+        }
+        questions = {
+            f"{task} {number}": [round(own_scores[at], 4), round(scores[at], 4)]
+            for at, (_, _, task, number) in enumerate(asked)
+        }
+        means = {name: round(value, 4) for name, value in numbers.items()}
+        rows.append({"setup": setup, "mode": mode, "policy": own, **means, "questions": questions})
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A table of what `beside` returns."""
     lines = [
         "| setup | texts | here | kvpress | difference | two standard errors |",
         "|---" * 6 + "|",
     ]
-    for setup, mode in dict.fromkeys(at[:2] for at in kvpress):
-        own = setup if policy is None else f"{policy}@{setup.partition('@')[2]}"
-        pairs = [
-            (here[own, *at[1:]], kvpress[at])
-            for at in kvpress
-            if at[:2] == (setup, mode) and (own, *at[1:]) in here
-        ]
-        if setup == FULL or len(pairs) < 2:
-            continue
-        differences = [own_score - score for own_score, score in pairs]
-        error = stdev(differences) / math.sqrt(len(pairs))
-        means = (fmean(scores) for scores in zip(*pairs, strict=True))
-        cells = " | ".join(f"{value:.3f}" for value in (*means, fmean(differences), 2 * error))
-        name = setup if mode == TEXT else f"{setup}, {mode}"
-        lines.append(f"| `{name}` | {len(pairs)} | {cells} |")
+    for row in rows:
+        numbers = row["here"], row["kvpress"], row["difference"], 2 * row["error"]
+        cells = " | ".join(f"{value:.3f}" for value in numbers)
+        name = row["setup"] if row["mode"] == TEXT else f"{row['setup']}, {row['mode']}"
+        lines.append(f"| `{name}` | {len(row['questions'])} | {cells} |")
     return "\n".join(lines)
 
 
@@ -268,7 +371,9 @@ def main() -> None:
     answers = run(options, items_of(options))
     ours = [answer for folder in options.beside for answer in read(folder)]
     if ours:
-        print(beside(answers, ours, options.policy))
+        rows = beside(answers, ours, options.policy)
+        (options.out / BESIDE).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        print(markdown(rows))
 
 
 if __name__ == "__main__":

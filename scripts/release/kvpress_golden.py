@@ -1,12 +1,13 @@
 """Runs kvpress on small models and stores what it scores and keeps, for the tests to compare.
 
     python -m venv kvpress-env
-    kvpress-env/bin/pip install torch==2.13.0 kvpress==0.5.5 "transformers<5.3"
+    kvpress-env/bin/pip install torch==2.13.0 kvpress==0.5.5 "transformers<5.3" prometheus_client
     kvpress-env/bin/python scripts/release/kvpress_golden.py tests/golden
 
-It needs an environment of its own: kvpress 0.5 works with transformers below 5.3 only. Stored per
-model and layer: keys, values, queries, how these turn, and o_proj (the inputs that both sides get),
-and for each press its scores and a mask of the entries that it keeps.
+It needs an environment of its own: kvpress 0.5 works with transformers below 5.3 only, and
+scripts/measure/kvpress_eval.py wants prometheus_client. Stored per model and layer: keys, values,
+queries, how these turn, and o_proj (the inputs that both sides get), and for each press its scores
+and a mask of the entries that it keeps.
 """
 
 from __future__ import annotations
