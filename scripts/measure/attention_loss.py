@@ -40,7 +40,7 @@ from vllm_kvcompress.tools.evaluation.summary import percent
 from vllm_kvcompress.tools.files import make_folder, write_whole
 from vllm_kvcompress.vllm_plugin.compat.engine import greedy
 from vllm_kvcompress.vllm_plugin.compat.layers import attention_layers
-from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import layer_weights
+from vllm_kvcompress.vllm_plugin.worker_side.groups import layer_weights
 
 Heads = dict[str, list[list[float]]]  # figures by name, layer and head
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -388,15 +388,26 @@ def divided(cache: Tensor, split: int) -> Tensor:
     )
 
 
-def flat_pages(layer_caches: list[Tensor]) -> tuple[Tensor, int, list[int]]:
+class FlatPages(NamedTuple):
+    """A cache group's memory as pages.
+
+    Attributes:
+        pages: [num_pages, elements of a page].
+        per_block: pages of a block, over all layers and heads.
+        layer_offsets: first page of each layer inside a block.
+    """
+
+    pages: Tensor
+    per_block: int
+    layer_offsets: list[int]
+
+
+def flat_pages(layer_caches: list[Tensor]) -> FlatPages:
     """Returns the flat page view over one group's per-layer cache views.
 
     Args:
         layer_caches: per layer [num_blocks, num_kv_heads, block_size, elements of a token] views
             of one allocation in the layout BLHNC.
-
-    Returns:
-        pages [num_pages, elements], pages per block, first page of each layer.
 
     Raises:
         InvariantError: the views are not whole pages of one allocation.
@@ -420,4 +431,4 @@ def flat_pages(layer_caches: list[Tensor]) -> tuple[Tensor, int, list[int]]:
     num_pages = num_blocks * pages_per_block
     available = storage.nbytes() // first.element_size() // page
     flat = torch.as_strided(first, (min(num_pages, available), page), (page, 1), 0)
-    return flat, pages_per_block, offsets
+    return FlatPages(flat, pages_per_block, offsets)

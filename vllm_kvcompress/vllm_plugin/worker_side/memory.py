@@ -15,12 +15,13 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_kvcompress.attention.reading import summary_kind
 from vllm_kvcompress.cache.page_summaries import SummaryKind
+from vllm_kvcompress.cache.pages import FlatPages
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.compat.layers import attention_layers
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, page_bytes_of
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
-from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+from vllm_kvcompress.vllm_plugin.worker_side.groups import WorkerGroups
 
 # Page tables hold 4 bytes for a page of some thousand; rows are as wide as the longest head's, and
 # room is doubled when there is too little.
@@ -29,7 +30,7 @@ FRAGMENTATION = 1.1  # bytes that an allocator takes from the device for each th
 
 
 def reserved_bytes(
-    compression: WorkerCompression, model: Any, specs: dict[str, KVCacheSpec], available: int
+    compression: WorkerGroups, model: Any, specs: dict[str, KVCacheSpec], available: int
 ) -> int:
     """Returns bytes of the `available` ones that must not become KV cache, on one rank.
 
@@ -70,7 +71,7 @@ def reserve(
     return reserved
 
 
-def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:
+def _event_bytes(compression: WorkerGroups, model: Any, names: list[str], spec: Any) -> int:
     """Returns the peak memory of events of every policy, in bytes.
 
     It includes the first page tables, ring buffers and what policies compute from weights.
@@ -92,13 +93,13 @@ def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], s
     return peak
 
 
-def _run_longest(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> None:
+def _run_longest(compression: WorkerGroups, model: Any, names: list[str], spec: Any) -> None:
     layers = attention_layers(compression.vllm_config, names)
     device, spec = next(model.parameters()).device, spec.of_kernels
     page_size = page_bytes_of(spec) // spec.dtype.itemsize
     pages = torch.zeros(spec.num_kv_heads, page_size, dtype=spec.dtype, device=device)
-    backend, offsets = layers[0].get_attn_backend(), [0] * len(layers)
-    pool = backend.pool_over(layers, spec, pages, spec.num_kv_heads, offsets)
+    flat = FlatPages(pages, spec.num_kv_heads, [0] * len(layers))
+    pool = layers[0].get_attn_backend().pool_over(layers, spec, flat)
     runner = compression.make_runner(layers, pool, model)
     num_tokens = compression.vllm_config.model_config.max_model_len
     runs = DummyRuns(runner, compression.num_query_heads, block=0)

@@ -34,7 +34,7 @@ from vllm_kvcompress.attention.batch import (
 )
 from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
 from vllm_kvcompress.attention.reading import SparseRead
-from vllm_kvcompress.cache.pages import Integers, PagePool
+from vllm_kvcompress.cache.pages import FlatPages, Integers, PagePool
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
@@ -126,21 +126,10 @@ class CompressedBackend(AttentionBackend):
         raise NotImplementedError
 
     @classmethod
-    def pool_over(
-        cls,
-        layers: list[Any],
-        spec: AttentionSpec,
-        pages: Tensor,
-        pages_per_block: int,
-        layer_offsets: list[int],
-    ) -> PagePool:
+    def pool_over(cls, layers: list[Any], spec: AttentionSpec, flat: FlatPages) -> PagePool:
         """Makes the `PagePool` of some layers, in the order of elements that their kernels have.
 
-        Args:
-            layers, spec: as in `page_pool`.
-            pages: [num_pages, elements of a page].
-            pages_per_block: as in `PagePool`.
-            layer_offsets: first page of each layer inside a block.
+        `layers` and `spec` are as in `page_pool`.
         """
         raise NotImplementedError
 

@@ -93,11 +93,11 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
     def page_pool(cls, layers: list[Any], caches: list[Tensor], spec: AttentionSpec) -> PagePool:
         """Lays pages over the caches, in the order that a probe finds inside them."""
         config = cls.compression.vllm_config
-        pages, pages_per_block, offsets = flat_pages(caches)
+        flat = flat_pages(caches)
         return PackedPagePool(
-            pages=pages,
-            pages_per_block=pages_per_block,
-            layer_offsets=torch.tensor(offsets),
+            pages=flat.pages,
+            pages_per_block=flat.per_block,
+            layer_offsets=torch.tensor(flat.layer_offsets),
             num_heads=spec.num_kv_heads,
             block_size=spec.block_size,
             head_size=spec.head_size,

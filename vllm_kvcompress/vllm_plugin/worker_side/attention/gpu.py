@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, flat_pages
+from vllm_kvcompress.cache.pages import FlatPages, InterleavedPagePool, PagePool, flat_pages
 from vllm_kvcompress.cache.quantization import (
     LayerScaled,
     Quantization,
@@ -49,26 +49,18 @@ class CompressedGPUBackend(CompressedBackend):
             )
         quantization = quantization_of(layers, cls.compression.vllm_config)
         check_rows(layers[0], caches[0], spec, quantization)
-        pages, pages_per_block, offsets = flat_pages(caches)
-        pool = cls.pool_over(layers, spec, pages, pages_per_block, offsets)
+        pool = cls.pool_over(layers, spec, flat_pages(caches))
         if isinstance(quantization, TokenScaled):
             view_scales(layers, pool.cache_of_one_head)
         return pool
 
     @classmethod
-    def pool_over(
-        cls,
-        layers: list[Any],
-        spec: AttentionSpec,
-        pages: Tensor,
-        pages_per_block: int,
-        layer_offsets: list[int],
-    ) -> PagePool:
+    def pool_over(cls, layers: list[Any], spec: AttentionSpec, flat: FlatPages) -> PagePool:
         """Makes a pool of pages whose rows are a key and its value."""
         return InterleavedPagePool(
-            pages=pages,
-            pages_per_block=pages_per_block,
-            layer_offsets=upload(layer_offsets, pages.device),
+            pages=flat.pages,
+            pages_per_block=flat.per_block,
+            layer_offsets=upload(flat.layer_offsets, flat.pages.device),
             num_heads=spec.num_kv_heads,
             block_size=spec.block_size,
             head_size=spec.head_size,

@@ -30,7 +30,7 @@ from vllm_kvcompress.attention.batch import (
 )
 from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
 from vllm_kvcompress.attention.latent import AbsorbedQueries, absorb
-from vllm_kvcompress.cache.pages import Integers, LatentPagePool, PagePool, flat_pages
+from vllm_kvcompress.cache.pages import FlatPages, Integers, LatentPagePool, PagePool, flat_pages
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.vllm_plugin.compat.layers import up_project
@@ -77,23 +77,15 @@ class CompressedLatentBackend(CompressedBackend):
         """Lays pages over the caches; each layer's implementation gets to know its layer."""
         for layer in layers:
             layer.impl.layer = layer
-        pages, pages_per_block, offsets = flat_pages([cache[:, None] for cache in caches])
-        return cls.pool_over(layers, spec, pages, pages_per_block, offsets)
+        return cls.pool_over(layers, spec, flat_pages([cache[:, None] for cache in caches]))
 
     @classmethod
-    def pool_over(
-        cls,
-        layers: list[Any],
-        spec: AttentionSpec,
-        pages: Tensor,
-        pages_per_block: int,
-        layer_offsets: list[int],
-    ) -> PagePool:
+    def pool_over(cls, layers: list[Any], spec: AttentionSpec, flat: FlatPages) -> PagePool:
         """Makes a pool of pages of latent rows."""
         return LatentPagePool(
-            pages=pages,
-            pages_per_block=pages_per_block,
-            layer_offsets=upload(layer_offsets, pages.device),
+            pages=flat.pages,
+            pages_per_block=flat.per_block,
+            layer_offsets=upload(flat.layer_offsets, flat.pages.device),
             num_heads=1,
             block_size=spec.block_size,
             head_size=spec.head_size,
