@@ -372,7 +372,8 @@ def main() -> None:
     ours = [answer for folder in options.beside for answer in read(folder)]
     if ours:
         rows = beside(answers, ours, options.policy)
-        (options.out / BESIDE).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        lines = ",\n".join(map(json.dumps, rows))
+        (options.out / BESIDE).write_text(f'{{"rows": [\n{lines}\n]}}\n')
         print(markdown(rows))
 
 
