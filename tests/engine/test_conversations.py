@@ -296,11 +296,14 @@ def test_waiting_turns_find_their_states_in_a_pool_for_three_whole_histories(
     assert tight["free_at_end"] == tight["num_blocks"] - 1
 
 
-def test_a_new_request_does_not_wait_for_a_long_answer_to_end(llama: str, run_engine: Run) -> None:
-    """Where no blocks become free soon it takes the states of the last ones in the queue."""
+@pytest.mark.parametrize(("num_answered", "num_continued"), [(180, 1), (15, 2)])
+def test_a_new_request_waits_for_others_to_end_as_long_as_reading_a_state_again_takes(
+    num_answered: int, num_continued: int, llama: str, run_engine: Run
+) -> None:
+    """Then it takes the states of the last in the queue, fewer where another has ended by then."""
     first = [[request(f"a{i}", prompt(320, seed=i), 8)] for i in range(4)]
     second = [
-        request("long", prompt(128, seed=20), 180),
+        request("running", prompt(128, seed=20), num_answered),
         request("new", prompt(790, seed=21), 8, at_step=12),
     ]
     for i in reversed(range(4)):  # states of the last turns are still in the pool
@@ -308,10 +311,11 @@ def test_a_new_request_does_not_wait_for_a_long_answer_to_end(llama: str, run_en
         second.append(request(f"b{i}", tokens, 8, follows=f"a{i}", at_step=12))
     small = {"num_gpu_blocks_override": 42, "max_model_len": 800}
     report = run_engine(llama, [*first, second], settings=CROWDED, environment=CHECKED, **small)
-    begun, long = (
+    begun, running = (
         [step for step, held in enumerate(report["held"]) if name in held]
-        for name in ("new", "long")
+        for name in ("new", "running")
     )
-    assert begun[0] == long[0] + 12
-    assert len(long) > 100
-    assert report["conversations_continued"] == 1
+    num_waits = 328 // 64  # a state of 328 tokens; 64 are read in the time of a decode step
+    assert begun[0] == min(running[0] + 12 + num_waits, running[-1] + 2)
+    assert len(running) == num_answered - 1
+    assert report["conversations_continued"] == num_continued
