@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Tokens whose prefill takes as long as a decode step: about 30 on two CPU cores, 250 on an H100.
+# Tokens that are read in the time of a decode step: about 50 on two CPU cores, more on GPUs.
 TOKENS_PER_STEP = 64
 
 
