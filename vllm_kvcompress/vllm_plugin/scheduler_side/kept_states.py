@@ -272,9 +272,9 @@ class KeptStates:
         """Has vLLM give a new request other blocks than those of expected states, if there are any.
 
         Without its state a conversation is read again, in several times as many blocks, which
-        evict further states. So the request waits while blocks are about to be freed, and otherwise
-        for as many steps as reading one state again would take. Then it takes the blocks of the
-        states that are expected last.
+        evict further states. So the request waits while blocks are about to be freed, and while
+        others run for as many steps as reading one state again would take. Then it takes the blocks
+        of the states that are expected last.
 
         Args:
             request_id: the new request.
