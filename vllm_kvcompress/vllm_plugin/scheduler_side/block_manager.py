@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.single_type_kv_cache_manager import (
-    FullAttentionManager,
-)
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -47,9 +45,6 @@ from vllm_kvcompress.vllm_plugin.spec import (
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-else:
-    SingleTypeKVCacheManager = object
 
 
 class CompressedBlockManager(LimitedCaching, FullAttentionManager):
