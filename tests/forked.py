@@ -17,6 +17,7 @@ PRELOADED = (  # what engines import at their start
     "vllm_kvcompress.vllm_plugin.scheduler_side.scheduler",
     "vllm_kvcompress.vllm_plugin.worker_side.cpu_worker",
     "tests.engine.engine_process",
+    "tests.preloaded",
 )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.dispatch import by_device
 
 MIN_SHARE = 1e-9  # of the sum: heads without a share take what no other head can hold
+RADIX = 16  # points looked at together, of which there are two for each head
 ROUNDING = 1e-6  # pages; smaller differences are arithmetic noise
 
 
@@ -33,12 +34,23 @@ def apportion(shares: Tensor, total: Tensor, floor: Tensor, cap: Tensor) -> Tens
     least, most = floor.double(), cap.double()
     # The sum grows with m, linearly between the points where a head reaches a bound.
     points = torch.cat([least / weight, most / weight], dim=1).sort(dim=1).values
-    reached = points[:, :, None] * weight[:, None]
-    sums = torch.clamp(reached, least[:, None], most[:, None]).sum(dim=2)
-    total = total[:, None]
-    above = (sums < total).sum(dim=1, keepdim=True).clamp_max(points.shape[1] - 1)
-    ends = torch.cat([(above - 1).clamp_min(0), above], dim=1)
-    sums, points = sums.gather(1, ends), points.gather(1, ends)
+    total, num_points = total[:, None], points.shape[1]
+
+    def sums_at(points: Tensor) -> Tensor:
+        reached = points[:, :, None] * weight[:, None]
+        return torch.clamp(reached, least[:, None], most[:, None]).sum(dim=2)
+
+    # Points whose sum is below the total are counted in strides, as digits of a number.
+    above, strides = torch.zeros_like(total), [1]
+    while strides[0] * RADIX < num_points:
+        strides.insert(0, strides[0] * RADIX)
+    for stride in strides:
+        at = above + stride * torch.arange(1, RADIX + 1, device=total.device) - 1
+        sums = sums_at(points.gather(1, at.clamp_max(num_points - 1)))
+        above = above + stride * ((sums < total) & (at < num_points)).sum(dim=1, keepdim=True)
+    above = above.clamp_max(num_points - 1)
+    points = points.gather(1, torch.cat([(above - 1).clamp_min(0), above], dim=1))
+    sums = sums_at(points)
     part = ((total - sums[:, :1]) / sums.diff(dim=1).clamp_min(1e-300)).clamp(0, 1)
     multiple = points[:, :1] + part * points.diff(dim=1)
     return _rounded(torch.clamp(multiple * weight, least, most), total, cap)

@@ -50,7 +50,9 @@ class Allocator:
             num_logical_blocks: full blocks of the request's tokens, kept or not; 0 if nothing
                 was compressed before.
         """
-        return spread([1.0] * len(capacity), num_blocks * num_heads * len(capacity), capacity)
+        if (pages := num_blocks * num_heads) <= min(capacity):
+            return [pages] * len(capacity)
+        return spread([1.0] * len(capacity), pages * len(capacity), capacity)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head, at most as many as it holds.
