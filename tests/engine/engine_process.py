@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import pkgutil
 import sys
@@ -42,7 +43,10 @@ def build_engine(scenario: dict[str, Any]) -> Any:
     from vllm import LLM, EngineArgs
     from vllm.config.reasoning import ReasoningConfig
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import multiproc_executor
 
+    # Spawned, the workers of several ranks would import everything again.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     arguments = {
         "enforce_eager": True,
         "block_size": 32,
