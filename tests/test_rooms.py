@@ -122,7 +122,7 @@ def test_docstrings_are_sentences() -> None:
     """They begin with a verb or a noun; a private helper that needs none has none."""
     bad = {
         place: text.splitlines()[0]
-        for file in CODE
+        for file in (*CODE, *(ROOT / "tests").rglob("*.py"))
         for place, text in docstrings(file)
         if len(text) < MIN_CHARACTERS or text.startswith(("Of ", "As "))
     }

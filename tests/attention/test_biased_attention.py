@@ -74,7 +74,7 @@ def test_outputs_are_those_of_plain_loops(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sinks_take_their_share_of_attention(kind: type[PagePool]) -> None:
-    """Of several requests that decode, and of a chunk."""
+    """Several requests decode, and one reads a chunk."""
     step = Step(resolve("snapkv"), make_pool(kind), BATCHES["mixed"])
     step.runner.weights[1] = LayerWeights(sinks=SINKS)
     found = torch.zeros_like(step.queries)

@@ -21,7 +21,7 @@ RULE = ReadRule.parse(f"longcache:global=4,local=4,span=4,top=2,prefill={CHUNK}"
 
 @pytest.mark.parametrize("score", KINDS)
 def test_many_queries_choose_together(monkeypatch: pytest.MonkeyPatch, score: str) -> None:
-    """As many as are looked at at once, and some more."""
+    """There are more queries than are looked at at once."""
     monkeypatch.setattr(page_choice, "QUERIES_AT_ONCE", 16)
     torch.manual_seed(3)
     pool = small_pool()

@@ -78,7 +78,7 @@ def fill(steps: DecodeSteps, step: Step, padding: int = 0) -> None:
 def expected(
     step: Step, request: Request, layer: int, query_head: int, sink: float | None = None
 ) -> torch.Tensor:
-    """Of a request's one query."""
+    """Attention of a request's one query."""
     where, row = (request.name, layer, query_head // GROUP), step.requests.index(request)
     keys, values = step.keys[where].tolist(), step.values[where].tolist()
     bias = step.biases[where].tolist() if where in step.biases else []
@@ -153,7 +153,7 @@ def make_windows(
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("paged", [False, True])
 def test_queries_go_where_windows_look_for_them(paged: bool, device: torch.device) -> None:
-    """Of some requests, more and more of them, so that rings move."""
+    """More and more requests decode, so that rings move."""
     names = [f"r{nth}" for nth in range(3 if paged else 12)]
     windows, expected = make_windows(paged, names, device), {}
     step = make_step("others", device)
@@ -218,9 +218,9 @@ def test_a_layer_is_its_kernels_and_a_step_little_else(policy: str, most: int) -
 
 
 def test_a_step_that_begins_blocks_queues_six_launches_at_most() -> None:
-    """Of 64 requests, some of which begin a block in every step; copies to the device count, too.
+    """Some of 64 requests begin a block in every step; copies to the device count, too.
 
-    But for the few steps in which a table moves to where there is room for more.
+    In the few steps in which a table moves to where there is room for more, there are others.
     """
     tables = PageTables(make_pool(InterleavedPagePool, ACCELERATOR))
     names = [f"r{nth}" for nth in range(64)]

@@ -347,7 +347,7 @@ def test_requests_are_looked_up_once() -> None:
 
 
 def test_requests_of_one_step_read_different_parts() -> None:
-    """Of 12 pages a quarter, all and a half, in that order; some of 5 as many."""
+    """One request reads a quarter of 12 pages, one all and one a half, some of 5 as many."""
     found = readers()
     found.register_plans({"b": own(found, 1.0), "c": own(found, 0.5)})
     lengths = torch.tensor([[46, 46, 17, 17, 46, 18]], dtype=torch.int32)

@@ -242,7 +242,7 @@ def make_paged_windows(window: int, requests: list[str]) -> PagedWindows:
 
 
 def event(request_id: str, position: int, window: int) -> EventPlan:
-    """Of a request that ends a step with so many tokens."""
+    """Makes the event of a request that ends a step with so many tokens."""
     return EventPlan(
         request_id=request_id,
         group=0,

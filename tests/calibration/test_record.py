@@ -81,7 +81,7 @@ def by_length(losses: dict[int, tuple[float, float]]) -> Calibration:
 
 
 def test_each_length_has_a_budget_of_its_own() -> None:
-    """Of two lengths each bound holds with 97.5%, so that both hold with 95%."""
+    """Each of two bounds holds with 97.5%, so that both hold with 95%."""
     found = by_length({512: (0.1, 0.0), 4096: (0.0, 0.0)})
     assert found.by_length(0.06) == {512: 0.5, 4096: 0.25}
     half, quarter, longer_half, longer_quarter = found.rungs()

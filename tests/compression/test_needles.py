@@ -32,7 +32,7 @@ def test_prompts_hold_the_needle_twice(seed: int) -> None:
 def test_scores_are_mean_attention_on_the_needle(
     group: int, softcap: float, with_sinks: bool
 ) -> None:
-    """Of the last queries, each of which sees no later token."""
+    """The last queries are observed, each of which sees no later token."""
     torch.manual_seed(0)
     num_heads, num_tokens, num_queries, size, scale = 2, 30, 6, 8, 0.4
     queries = torch.randn(num_queries, num_heads * group, size)

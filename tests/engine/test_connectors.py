@@ -264,7 +264,7 @@ def test_prompts_whose_load_fails_are_computed_anew_and_compressed(
 def test_async_load_that_fails_leaves_what_was_loaded_before(
     llama: str, run_engine: Run, connect: Connect, damaged: str
 ) -> None:
-    """Of a load that fails at its first block the request loses everything that it holds."""
+    """A request whose load fails at its first block loses everything that it holds."""
     place = {"nothing": 10, "kept": 5, "all": 0}[damaged]
     connector = connect("LossyOffloading", damaged=place) | {"kv_load_failure_policy": "recompute"}
     report = run_engine(

@@ -83,7 +83,7 @@ def test_layers_that_read_other_layers_caches_follow_what_is_kept(
 def test_policies_see_the_queries_of_all_layers_that_read_a_cache(
     tmp_path: Path, run_engine: Run
 ) -> None:
-    """Of four layers the fourth reads the cache of the second, whose event sees both."""
+    """The fourth of four layers reads the cache of the second, whose event sees both."""
     model = str(tiny_models.build("gemma3n", tmp_path))
     report = run_engine(
         model,

@@ -32,7 +32,7 @@ def environment(layers: str, **more: str) -> dict[str, str]:
 def test_two_stages_have_the_outputs_of_one_process(
     llama: str, run_engine: Run, tmp_path: Path, asynchronous: bool
 ) -> None:
-    """Of unequal stages, both free the same blocks, and one's failure ends the request alone.
+    """Two unequal stages free the same blocks, and one's failure ends the request alone.
 
     Several requests are in flight at a time, prompts are read in chunks, decode steps read a part,
     and a conversation goes on from what both stages kept.

@@ -117,7 +117,7 @@ def test_hit_is_cut_only_for_turns_that_are_too_short(
 def test_kept_state_is_continued_from_its_last_token_where_enough_tokens_are_new(
     llama: str, run_engine: Run
 ) -> None:
-    """Of a short turn, what the state's event saw is taken completely."""
+    """Where a turn is short, what the state's event saw is taken completely."""
     reply, cases = 20, {10: FIRST, 40: FIRST + 19}
     phases = [phase for new in cases for phase in turns(new)]
     for first, *_ in phases[::2]:

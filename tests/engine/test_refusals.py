@@ -486,7 +486,7 @@ def test_latent_layers_that_the_configuration_does_not_tell_of_are_refused() -> 
 
 
 def test_mla_kernels_that_take_blocks_to_lie_side_by_side_are_refused() -> None:
-    """As vLLM's did before it knew caches with other layers between a layer's blocks."""
+    """vLLM's did so before it knew caches with other layers between a layer's blocks."""
 
     def reads(strided: bool) -> Any:
         def forward_mqa(query: Any, cache: Any, metadata: Any, _: Any) -> Any:

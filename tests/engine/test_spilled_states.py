@@ -40,7 +40,7 @@ EVICTING = ["adakv", "h2o", "adakv+criticalkv", "pyramidkv"]
 def test_spilled_turns_have_the_outputs_of_one_request(
     llama: str, run_engine: Run, policies: list[str], asynchronous: bool
 ) -> None:
-    """Of policies with and without state, with budgets by layer, and that remember norms."""
+    """Policies have state or none, differ by layer, and some remember norms."""
     several = [
         turns(policy, [20, 45, 33], seed, xargs={"kv_policy": policy})
         for seed, policy in enumerate(policies, start=1)
@@ -69,7 +69,7 @@ def test_spilled_turns_have_the_outputs_of_one_request(
 def test_host_memory_of_one_state_has_the_latest_and_a_reset_clears_it(
     llama: str, run_engine: Run
 ) -> None:
-    """Of two conversations the one that is older reads its history again; then both do."""
+    """The older of two conversations reads its history again; then both do."""
     a, b = turns("a", [20, 10], seed=1), turns("b", [20, 10], seed=2)
     again = [{**one[1], "id": f"{one[1]['id']} again"} for one in (a, b)]
     phases = [[a[0]], [b[0]], [filler(0, 14)], [b[1]], [filler(1, 14)], [a[1]], [filler(2, 14)]]

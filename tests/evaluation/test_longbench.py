@@ -23,7 +23,7 @@ def write(folder: Path, task: str, *rows: dict[str, Any]) -> None:
 
 
 def row(**more: Any) -> dict[str, Any]:
-    """As the published files have them."""
+    """Makes a row as the published files have them."""
     return {
         "input": "Who?",
         "context": "Some {braces} and a story.",

@@ -292,7 +292,7 @@ def test_intervals_are_student_s(count: int, quantile: float) -> None:
 
 
 def predictions() -> list[dict[str, Any]]:
-    """Of four texts of two kinds, at three setups."""
+    """Predictions of four texts of two kinds, at three setups."""
     found = []
     for setup, kept, loss in [(FULL, 1.0, 0.0), ("one@0.5", 0.5, 0.01), ("two@0.25", 0.25, 0.1)]:
         for item in range(4):

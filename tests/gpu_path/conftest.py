@@ -29,7 +29,7 @@ def cuda_options(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def host() -> Iterator[subprocess.Popen[str]]:
-    """See host.py."""
+    """The process of host.py, started once."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu_path.host"],
         cwd=ROOT,

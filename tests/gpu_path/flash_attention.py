@@ -119,7 +119,7 @@ def metadata_size(batch: int, num_splits: int, causal: bool) -> int:
 
 
 def most_splits(batch: int, num_splits: int) -> int:
-    """Of one sequence; 0 leaves it to the heuristics, which may take 128."""
+    """Most splits of one sequence; 0 leaves it to the heuristics, which may take 128."""
     assert 0 <= num_splits <= MOST_SPLITS
     return 1 if batch > MOST_BATCHES_TO_SPLIT else num_splits or 128
 

@@ -53,7 +53,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def launch(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Of a kernel, into which nobody looks."""
+        """Launches a kernel, into which nobody looks."""
         with _disable_current_modes():
             result = kernel(*args, **kwargs)
         self.steps.append((kernel, args, kwargs, result))
@@ -62,7 +62,7 @@ class Recording(TorchDispatchMode):
 
     @torch.inference_mode()
     def replay(self) -> None:
-        """Runs it all again."""
+        """Runs everything that was recorded again."""
         for func, args, kwargs, former in self.steps:
             results = tensors(func(*args, **kwargs))
             for old, new in zip(tensors(former), results, strict=True):

@@ -27,11 +27,11 @@ from triton.backends import backends
 
 
 class Driver:
-    """Of no device. Nothing is asked of it, since nothing is compiled."""
+    """The driver of no device. Nothing is asked of it, since nothing is compiled."""
 
     @staticmethod
     def is_active() -> bool:
-        """It is."""
+        """Whether there is a device: vLLM is to believe so."""
         return True
 
 

@@ -84,7 +84,7 @@ def compiled(report: dict[str, Any]) -> None:
 
 
 def two_tables(report: dict[str, Any]) -> None:
-    """As if every table of several requests were large; reports how often there were two."""
+    """Treats every table of several requests as large; reports how often there were two."""
     from vllm_kvcompress.attention import batch
 
     report["two_tables"] = 0
@@ -147,7 +147,7 @@ def flash_calls(report: dict[str, Any]) -> None:
 
 
 def few_sequences(report: dict[str, Any]) -> None:
-    """As if FlashAttention 3 split batches of up to 4 sequences only, two requests of two heads."""
+    """FlashAttention 3 splits batches of up to 4 sequences only, two requests of two heads."""
     from tests.gpu_path import flash_attention
     from vllm_kvcompress.vllm_plugin.worker_side.attention import base, gpu_flash
 

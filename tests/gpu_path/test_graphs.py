@@ -44,8 +44,8 @@ def requests() -> list[list[dict[str, Any]]]:
 def test_replayed_steps_equal_eager_steps(
     llama: str, run_gpu_path: Run, run_engine: Run, name: str
 ) -> None:
-    """As on the CPU build, which has neither graphs nor these kernels, and whose events run inside
-    the forward pass. In the debug mode."""
+    """Both equal the CPU build, which has neither graphs nor these kernels, and whose events run
+    inside the forward pass. In the debug mode."""
     settings, pool = POLICIES[name], BLOCKS["pressure" if name == "pressure" else "decode"]
     expected = run_engine(
         llama, requests(), settings=settings, record_kept=True, max_num_batched_tokens=256, **pool

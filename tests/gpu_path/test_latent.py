@@ -110,7 +110,7 @@ def test_a_repeated_prompt_has_stocks_prefix_hit(
 def test_vllms_kernels_read_kept_rows_in_tritons_interpreter(
     tmp_path: Path, run_gpu_path: Run, run_engine: Run
 ) -> None:
-    """Of decode steps, in one split and in two, and of chunks behind a compressed context."""
+    """Decode steps read in one split and in two, chunks behind a compressed context."""
     model = str(tiny_models.build("deepseek_v2", tmp_path, num_hidden_layers=2))
     most = {"kv_budget": 0.95}  # of 1,100 tokens, which vLLM's kernel divides into two splits
     phases = [

@@ -179,7 +179,7 @@ def test_a_request_in_a_batch_is_a_request_alone_on_the_cpu_build(
 def test_the_debug_mode_finds_reads_of_freed_blocks(
     llama: str, run_gpu_path: Run, damage: str, message: str
 ) -> None:
-    """As on the CPU build (`tests/engine/test_block_accounting.py`)."""
+    """The CPU build's test is `tests/engine/test_block_accounting.py`."""
     with pytest.raises(pytest.fail.Exception, match=message):
         run_gpu_path(
             llama,

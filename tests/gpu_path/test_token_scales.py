@@ -147,7 +147,7 @@ def test_later_questions_begin_with_the_compressed_context(llama: str, run_gpu_p
 
 
 def test_continued_turns_have_the_outputs_of_one_request(llama: str, run_gpu_path: Run) -> None:
-    """Of a turn's partial block the next one gets a copy, scales included."""
+    """The next turn gets a copy of a turn's partial block, scales included."""
     report = run_gpu_path(
         llama,
         conversation("turn", [20, 45, 33], 1),

@@ -83,7 +83,7 @@ def test_launchers_refuse_gathered_tensors(compiler: Child) -> None:
 
 
 def test_gathered_tensors_take_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any device."""
+    """The twin takes them on any device."""
     monkeypatch.setattr(dispatch, "takes_triton", lambda device: True)
     view = GatheredKV.of(random(1, 5, 8), random(1, 5, 8))
     mass = window_mass(view, random(3, 2, 8), 0.3)

@@ -134,7 +134,7 @@ def test_pyramid_without_slope_is_uniform(num_blocks: int) -> None:
 
 
 def test_a_pipeline_stage_has_its_part_of_the_pyramid() -> None:
-    """Of 54, 42, 30, 18, 6 the last three, scaled to the stage's own 90 pages of a head."""
+    """It has the last three of 54, 42, 30, 18, 6, scaled to its own 90 pages of a head."""
     pyramid = PyramidKV(window_size=8, beta=7.0).bind(ModelHeads(3, 1, 1, 4, first_layer=2))
     assert pyramid.layer_pages(30, [200] * 3, 1) == [50, 30, 10]
     first = PyramidKV(window_size=8, beta=7.0).bind(ModelHeads(2, 1, 1, 4, later_layers=3))

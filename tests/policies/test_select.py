@@ -98,7 +98,7 @@ def test_best_of_spans_are_those_of_the_loop(
     part: float | None,
     seed: int,
 ) -> None:
-    """Of each span the best by score, at a first event, and where earlier ones left gaps.
+    """The best by score of each span, at a first event, and where earlier ones left gaps.
 
     A given part is that of one span, the prompt.
     """

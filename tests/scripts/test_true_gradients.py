@@ -18,7 +18,7 @@ NUM_TOKENS, CHUNK = 300, 40
 
 
 def loss(model: GradientModel, layers: list) -> float:
-    """Of the chunk's tokens behind a cache of the others."""
+    """Loss of the chunk's tokens behind a cache of the others."""
     begin = NUM_TOKENS - CHUNK
     before = [
         replace(each, keys=each.keys[:, :begin], values=each.values[:, :begin]) for each in layers

@@ -62,7 +62,7 @@ def test_scales_beside_the_tokens_count(llama_8b: str) -> None:
 
 
 def test_the_largest_pipeline_stage_decides(llama_8b: str) -> None:
-    """Of 32 layers over three stages one has 11."""
+    """One of three stages has 11 of 32 layers."""
     shape = capacity.read_shape(llama_8b, None, num_ranks=2).largest_stage(3)
     assert (shape.num_layers, shape.num_ranks) == (11, 6)
     assert shape.token_bytes == 11 * 2 * 4 * 128 * 2

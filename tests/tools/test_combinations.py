@@ -62,7 +62,7 @@ def test_the_least_loss_that_fits_comes_first(
     first: str,
     absent: str | None,
 ) -> None:
-    """Of 32,768 tokens, 4 GiB each in 16 bits, in 40 GiB."""
+    """32,768 tokens, 4 GiB each in 16 bits, are to fit 40 GiB."""
     command = ["plan", llama_8b, *ON_A_GPU, "--context=32k", f"--requests={num_requests}"]
     assert main(command) == 0
     out = capsys.readouterr().out

@@ -70,13 +70,13 @@ def one_among_many(shape: Shape) -> list[tuple[int, int]]:
 
 
 def all_long(shape: Shape) -> list[tuple[int, int]]:
-    """As many as the cache holds at a quarter, the longest head of each twice the mean."""
+    """Requests that fill the cache at a quarter, the longest head of each twice the mean."""
     number = min(256, shape.most_tokens // (LONG // 4 + STEPS * BLOCK))
     return [(LONG, LONG // 2)] * number
 
 
 def rising(shape: Shape) -> list[tuple[int, int]]:
-    """Of every length, longest heads three times the mean."""
+    """Requests of every length, longest heads three times the mean."""
     lengths = [LONG * nth // 192 for nth in range(1, 193)]
     while sum(length // 4 + STEPS * BLOCK for length in lengths) > shape.most_tokens:
         lengths = lengths[::2]
@@ -136,7 +136,7 @@ def step(
 
 
 def runner_of(shape: Shape, policy: str, num_rings: int) -> EventRunner:
-    """Of a server that measures itself or serves."""
+    """Makes the runner of a server that measures itself or serves."""
     heads = (shape.num_heads, shape.num_heads * shape.group)
     pipeline = resolve(policy).bind(shape.num_layers, *heads, BLOCK)
     pool = pool_of(shape, shape.cache_bytes)
@@ -254,7 +254,7 @@ def test_queries_held_for_several_layers_stay_within_the_reserve(shape: Shape, p
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_contexts_prepared_at_once_stay_within_the_reserve(shape: Shape) -> None:
-    """As many tokens together as the longest request has; then one has its event."""
+    """Together they have as many tokens as the longest request; then one has its event."""
     num_queries, policy = shape.num_heads * shape.group, "adakv"
     with launched(), LiveBytes() as measured:
         measuring = runner_of(shape, policy, 8)
@@ -295,7 +295,7 @@ def test_contexts_prepared_at_once_stay_within_the_reserve(shape: Shape) -> None
 @pytest.mark.parametrize("rule", ["quest:0.25", "quest:0.25,parts=4", "quest:0.25,bounds=int8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sparse_reads_stay_within_the_reserve(shape: Shape, rule: str) -> None:
-    """As many long ones as the cache holds, one of which is still at its prompt."""
+    """The cache is full of long requests, one of which is still at its prompt."""
     read_rule = ReadRule.parse(rule)
     spec = FullAttentionSpec(
         block_size=BLOCK,

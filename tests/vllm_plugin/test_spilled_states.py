@@ -155,7 +155,7 @@ def test_least_recently_used_state_leaves_full_host_memory() -> None:
 
 
 def test_state_that_host_memory_never_holds_is_evicted() -> None:
-    """Others stay in it."""
+    """Others stay in host memory."""
     queue = Queue(1, num_blocks=12 + 1, reuse_conversations="reuse", host_slots=SLOTS)
     assert evicted(queue, [3, SLOTS + 1]) == [0]
     assert queue.kept.stats.forgotten == {"evicted": 1}

@@ -81,7 +81,7 @@ class Hits(scheduler.CompressionMixin, Stock):
 
 
 def test_a_state_is_not_taken_where_vllm_limits_hits() -> None:
-    """As 0.33 may: what is compressed of it could only be taken whole."""
+    """vLLM 0.33 may limit them: what is compressed of it could only be taken whole."""
     hits, request = Hits(), SimpleNamespace(request_id="a", num_tokens=100)
     state = ((["null", "null"],), 64, 0, False)
     assert hits._get_local_prefix_cache_hit(request) == state
