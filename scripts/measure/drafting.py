@@ -320,11 +320,11 @@ def note_accepted(llm: Any, num_drafts: int) -> list[int]:
 
 def texts(kind: str, length: int, samples: int) -> Iterator[str]:
     """Yields texts with enough characters for as many tokens."""
-    whole = "\n\n".join(KINDS[kind]())
+    text = "\n\n".join(KINDS[kind]())
     size = length * CHARACTERS_PER_TOKEN
-    starts = range(0, max(1, len(whole) - size), size)
+    starts = range(0, max(1, len(text) - size), size)
     for start in islice(starts, samples):
-        yield whole[start : start + size]
+        yield text[start : start + size]
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ SINKS = torch.tensor([[2.0, -1.0, 0.5, 3.0], [0.0, 1.0, 4.0, -2.0]])[:NUM_HEADS,
 
 
 def expected(
-    step: Step, request: Request, layer: int, query_head: int, nth: int, sink: float = NONE
+    step: Step, request: Request, layer: int, query_head: int, index: int, sink: float = NONE
 ) -> Vector:
-    """The output of the nth of a request's queries in this step."""
+    """The output of one of a request's queries in this step."""
     row = step.requests.index(request)
     where = (request.name, layer, query_head // GROUP)
-    seen = len(step.keys[where]) - (request.num_queries - 1 - nth)
-    query = step.queries[int(step.starts[row]) + nth, query_head].tolist()
+    seen = len(step.keys[where]) - (request.num_queries - 1 - index)
+    query = step.queries[int(step.starts[row]) + index, query_head].tolist()
     bias = step.biases[where].tolist() if where in step.biases else []
     added = (bias + [0.0] * seen)[:seen]
     keys, values = step.keys[where].tolist()[:seen], step.values[where].tolist()[:seen]
@@ -62,13 +62,13 @@ def test_outputs_are_those_of_plain_loops(
             biased_attention(step.runner, layer, group, step.queries, found, SCALE)
         for row, request in enumerate(step.requests):
             start = int(step.starts[row])
-            for nth in range(request.num_queries):
+            for index in range(request.num_queries):
                 for query_head in range(NUM_HEADS * GROUP):
-                    output = found[start + nth, query_head]
+                    output = found[start + index, query_head]
                     if request.kept is None:
                         assert output.isnan().all()
                         continue
-                    wanted = torch.tensor(expected(step, request, layer, query_head, nth))
+                    wanted = torch.tensor(expected(step, request, layer, query_head, index))
                     torch.testing.assert_close(output, wanted, rtol=2e-4, atol=2e-5)
 
 
@@ -81,10 +81,10 @@ def test_sinks_take_their_share_of_attention(kind: type[PagePool]) -> None:
     for group in query_batches(step.read(), step.starts):
         biased_attention(step.runner, 1, group, step.queries, found, SCALE)
     for row, request in enumerate(step.requests):
-        for nth in range(request.num_queries if request.kept is not None else 0):
+        for index in range(request.num_queries if request.kept is not None else 0):
             for query_head, sink in enumerate(SINKS.flatten().tolist()):
-                output = found[int(step.starts[row]) + nth, query_head]
-                wanted = torch.tensor(expected(step, request, 1, query_head, nth, sink))
+                output = found[int(step.starts[row]) + index, query_head]
+                wanted = torch.tensor(expected(step, request, 1, query_head, index, sink))
                 torch.testing.assert_close(output, wanted, rtol=2e-4, atol=2e-5)
 
 

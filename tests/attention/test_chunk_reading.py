@@ -32,10 +32,10 @@ def test_many_queries_choose_together(monkeypatch: pytest.MonkeyPatch, score: st
     found = chosen(pool, asked, PageLists(table, counts, read), choice, score)
     for row, (count, number) in enumerate(zip(counts.tolist(), read.tolist(), strict=True)):
         scores = {}
-        for nth in range(1, count - 2):
-            keys = pool.keys(table[row, nth].long(), 0).tolist()
+        for index in range(1, count - 2):
+            keys = pool.keys(table[row, index].long(), 0).tolist()
             by_query = [products(keys, query, score) for query in asked[row].tolist()]
-            scores[nth] = max(by_query)
+            scores[index] = max(by_query)
         best = sorted(scores, key=lambda page: -scores[page])[: number - 3]
         expected = sorted([0, *best, count - 2, count - 1])
         assert found[row, :number].tolist() == [int(table[row, page]) for page in expected]

@@ -145,8 +145,8 @@ def make_windows(
     pool = make_pool(InterleavedPagePool, device)
     windows = PagedWindows(pool, 5, QUERY_HEADS)
     count = window_blocks(5, QUERY_HEADS, NUM_HEADS, 2 * SIZE)
-    for nth, name in enumerate(names):
-        windows.hold(name, tuple(range(nth * count, (nth + 1) * count)))
+    for index, name in enumerate(names):
+        windows.hold(name, tuple(range(index * count, (index + 1) * count)))
     return windows
 
 
@@ -154,14 +154,14 @@ def make_windows(
 @pytest.mark.parametrize("paged", [False, True])
 def test_queries_go_where_windows_look_for_them(paged: bool, device: torch.device) -> None:
     """More and more requests decode, so that rings move."""
-    names = [f"r{nth}" for nth in range(3 if paged else 12)]
+    names = [f"r{index}" for index in range(3 if paged else 12)]
     windows, expected = make_windows(paged, names, device), {}
     step = make_step("others", device)
     steps = DecodeSteps(step.pool, 16, QUERY_HEADS, SCALES, step.pipeline, records=True)
     generator = torch.Generator().manual_seed(1)
     for position in range(12):
         some = names[: position + 1]
-        rows = [(name, nth, Observation(0, position, 1)) for nth, name in enumerate(some)]
+        rows = [(name, index, Observation(0, position, 1)) for index, name in enumerate(some)]
         rows = [row for row in rows if row[0] != "r1"]
         seen = windows.addresses(rows, steps.like)
         padded = len(some) + 2
@@ -171,8 +171,8 @@ def test_queries_go_where_windows_look_for_them(paged: bool, device: torch.devic
         for layer in range(NUM_LAYERS):
             queries = torch.randn(padded, QUERY_HEADS, DIM, generator=generator)
             steps.run(layer, queries.to(device), torch.empty_like(queries, device=device))
-            for name, nth, _ in rows:
-                expected.setdefault((layer, name), []).append(queries[nth])
+            for name, index, _ in rows:
+                expected.setdefault((layer, name), []).append(queries[index])
     for (layer, name), queries in expected.items():
         number = min(5, len(queries))
         found = windows.read(layer, windows.find([(name, 12)], number))
@@ -223,7 +223,7 @@ def test_a_step_that_begins_blocks_queues_six_launches_at_most() -> None:
     In the few steps in which a table moves to where there is room for more, there are others.
     """
     tables = PageTables(make_pool(InterleavedPagePool, ACCELERATOR))
-    names = [f"r{nth}" for nth in range(64)]
+    names = [f"r{index}" for index in range(64)]
     for name in names:
         tables.begin_tail(tables.acquire(name), first_block=2, max_kept=3)
     batches, pipeline = ResidentBatches(tables), resolve("snapkv")
@@ -246,9 +246,9 @@ def test_a_step_that_begins_blocks_queues_six_launches_at_most() -> None:
             (batch,) = batches.read(names, num_tokens, seq_lens, block_table)
             steps.fill([batch], seq_lens, block_table, None)
         assert launches["append_pages"] == 1
-        there = (batch.resident_offset, tables.rows.runs)
-        if all(one is other for one, other in zip(there, last, strict=True)):
+        tables_now = (batch.resident_offset, tables.rows.runs)
+        if all(one is other for one, other in zip(tables_now, last, strict=True)):
             counts[operators.count + launches.total()] += 1
-        last = there
+        last = tables_now
     assert set(counts) == {5, 6}  # the latter where rows get new runs of columns
     assert counts[5] > 350

@@ -264,10 +264,10 @@ def test_pages_with_the_highest_scores_are_read(
     assert found.shape == (len(counts), most)
     for row, (count, number) in enumerate(zip(counts, read, strict=True)):
         scores = []
-        for nth, page in enumerate(table[row, :count].tolist()):
+        for index, page in enumerate(table[row, :count].tolist()):
             keys = pool.keys(torch.tensor(page), 0).tolist()
             by_query = [products(keys, query, score) for query in asked[row].tolist()]
-            scores.append(math.inf if nth < first or nth >= count - last else max(by_query))
+            scores.append(math.inf if index < first or index >= count - last else max(by_query))
         best = sorted(range(count), key=lambda page: (scores[page], page))[count - number :]
         assert found[row, :number].tolist() == [int(table[row, page]) for page in sorted(best)]
 
@@ -376,11 +376,11 @@ def test_summaries_take_their_share_of_memory() -> None:
             share = KINDS[score].share(both, 2 * size * 64 * 2, 64, torch.bfloat16)
             assert share == 1000 * own
     for kind in KINDS.values():
-        found = PageSummaries(small_pool(), kind)
-        there = [each for each in (found.vectors, found.scales) if each is not None]
-        taken = sum(each.numel() * each.element_size() for each in there)
-        whole = small_pool().pages.numel() * 4 + taken
-        share = kind.share(whole, 2 * SIZE * HEAD_SIZE * 4, HEAD_SIZE, torch.float32)
+        summaries = PageSummaries(small_pool(), kind)
+        tensors = [each for each in (summaries.vectors, summaries.scales) if each is not None]
+        taken = sum(each.numel() * each.element_size() for each in tensors)
+        total = small_pool().pages.numel() * 4 + taken
+        share = kind.share(total, 2 * SIZE * HEAD_SIZE * 4, HEAD_SIZE, torch.float32)
         assert share == taken
 
 

@@ -236,8 +236,8 @@ def make_paged_windows(window: int, requests: list[str]) -> PagedWindows:
     )
     windows = PagedWindows(pool, window, QUERY_HEADS)
     blocks = list(range(count * len(requests)))[::-1]
-    for nth, name in enumerate(requests):
-        windows.hold(name, tuple(blocks[nth :: len(requests)]))
+    for index, name in enumerate(requests):
+        windows.hold(name, tuple(blocks[index :: len(requests)]))
     return windows
 
 
@@ -307,7 +307,7 @@ def test_windows_that_lie_in_their_step_take_no_room() -> None:
     queries = torch.arange(128 * 6.0).view(-1, 1, 1)
     begun = windows.locate([("begun", 0, Observation(0, 5, 3))])
     windows.record(0, queries, begun)
-    rows = [(name, 6 * nth, Observation(2, 2, window)) for nth, name in enumerate(names)]
+    rows = [(name, 6 * index, Observation(2, 2, window)) for index, name in enumerate(names)]
     rows.append(("begun", 100, Observation(0, 8, 1)))
     where = windows.locate(
         rows, [*(event(name, 6, window) for name in names), event("begun", 9, 4)]

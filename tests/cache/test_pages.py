@@ -229,7 +229,7 @@ def test_entries_are_the_tokens_of_a_page_table() -> None:
     entries = pool.entries(table, lengths)
     keys, values = entries.keys(), entries.values()
     for sequence, length in enumerate(lengths.tolist()):
-        for nth in range(length):
-            page, token = table[sequence, nth // 4].item(), nth % 4
+        for index in range(length):
+            page, token = table[sequence, index // 4].item(), index % 4
             row = pool.pages[page, token * 12 : token * 12 + 12]
-            assert torch.equal(torch.cat((keys[sequence, nth], values[sequence, nth])), row)
+            assert torch.equal(torch.cat((keys[sequence, index], values[sequence, index])), row)

@@ -45,10 +45,10 @@ def test_runs_of_entries_are_found_name_by_name(policy: str, tmp_path: Path) -> 
             runs = carried.entry_numbers(pipeline, name, torch.tensor([slot]))
             found = runs.layers[layer].gathered(max(kept)).tolist()
             for head in range(NUM_HEADS):
-                mine = numbers[place : place + kept[head]]
-                assert found[head] == mine + [0.0] * (max(kept) - kept[head])
+                positions = numbers[place : place + kept[head]]
+                assert found[head] == positions + [0.0] * (max(kept) - kept[head])
                 if name == "positions":
-                    assert mine == sorted(set(mine))
+                    assert positions == sorted(set(positions))
                 place += kept[head]
 
 

@@ -41,9 +41,9 @@ def expected_score(compressed: dict[str, Any], full: dict[str, Any]) -> dict[str
     """
     lost, changed, tokens = 0.0, 0, compressed["tokens"]
     scores = full["prompt_logprobs"][-len(tokens) :]
-    for token, here, there in zip(tokens, compressed["logprobs"], scores, strict=True):
-        lost += here[str(token)] - there[str(token)]
-        changed += best(here) != best(there)
+    for token, kept, whole_cache in zip(tokens, compressed["logprobs"], scores, strict=True):
+        lost += kept[str(token)] - whole_cache[str(token)]
+        changed += best(kept) != best(whole_cache)
     return {"num_tokens": len(tokens), "lost_nats": lost, "num_changed": changed}
 
 

@@ -28,10 +28,10 @@ CAPPED = pytest.mark.skipif(FORBIDDEN, reason="ONEDNN_MAX_CPU_ISA forbids what v
 
 def check_outputs(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     """That the same was generated, up to a choice between candidates that are as good."""
-    for mine, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
-        (chosen, best), shared = (max(each, key=each.get) for each in (mine, theirs)), {*mine}
+    for ours, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
+        (chosen, best), shared = (max(each, key=each.get) for each in (ours, theirs)), {*ours}
         for token in shared & {*theirs}:
-            assert mine[token] == pytest.approx(theirs[token], abs=tolerance)
+            assert ours[token] == pytest.approx(theirs[token], abs=tolerance)
         if chosen != best:
             assert theirs.get(chosen) == pytest.approx(theirs[best], abs=tolerance)
             return

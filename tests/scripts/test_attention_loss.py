@@ -169,10 +169,10 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
     for number in range(HEADS * GROUP):
         head = number // GROUP
         expected = dict.fromkeys(found.keys() - {"key_cosine"}, 0.0)
-        for nth in range(QUERIES):
-            query, output = queries[nth, number].tolist(), outputs[nth, number].tolist()
+        for index in range(QUERIES):
+            query, output = queries[index, number].tolist(), outputs[index, number].tolist()
             weights = {}
-            for token in range(TOKENS - QUERIES + nth + 1):
+            for token in range(TOKENS - QUERIES + index + 1):
                 dot = sum(a * b for a, b in zip(query, keys[head, token].tolist(), strict=True))
                 logit = SCALE * dot
                 weights[token] = math.exp(

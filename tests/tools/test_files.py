@@ -150,10 +150,10 @@ def test_commands_say_where_they_cannot_write(
     options = ["--data", str(tmp_path / "data.jsonl"), "--policies", "snapkv"]
     if command == "profile":
         options = ["--kind", "headkv"]
-    there = sorted(tmp_path.iterdir())
+    before = sorted(tmp_path.iterdir())
     out = str(tmp_path / "file" / "below" / "result")
     assert main([command, "a/model", "--out", out, *options]) == 1
     said = capsys.readouterr().err
     assert said.endswith("expected a file that can be read and written, on a disk with room.\n")
     assert said.count("\n") == 1
-    assert sorted(tmp_path.iterdir()) == there
+    assert sorted(tmp_path.iterdir()) == before

@@ -77,7 +77,7 @@ def all_long(shape: Shape) -> list[tuple[int, int]]:
 
 def rising(shape: Shape) -> list[tuple[int, int]]:
     """Requests of every length, longest heads three times the mean."""
-    lengths = [LONG * nth // 192 for nth in range(1, 193)]
+    lengths = [LONG * index // 192 for index in range(1, 193)]
     while sum(length // 4 + STEPS * BLOCK for length in lengths) > shape.most_tokens:
         lengths = lengths[::2]
     return [(length, length * 3 // 4) for length in lengths]
@@ -103,7 +103,7 @@ def test_tables_stay_within_their_share(
     shape: Shape, batch: Callable[[Shape], list[tuple[int, int]]]
 ) -> None:
     requests, pool = batch(shape), pool_of(shape, shape.cache_bytes)
-    names = [f"r{nth}" for nth in range(len(requests))]
+    names = [f"r{index}" for index in range(len(requests))]
     lengths = np.array([length for length, _ in requests])
     block_table = torch.zeros(len(names), LONG // BLOCK + STEPS, device=ACCELERATOR).int()
     with LiveBytes() as memory:
@@ -112,11 +112,11 @@ def test_tables_stay_within_their_share(
         graphs = DecodeSteps(pool, 256, 4 * shape.num_heads, scales, policy, records=True)
         assert memory.live - before < 2**21
         batches = ResidentBatches(tables)
-        for nth, (length, longest) in enumerate(requests):
-            slot = tables.acquire(names[nth])
+        for index, (length, longest) in enumerate(requests):
+            slot = tables.acquire(names[index])
             tables.rows.reserve(slot, longest // BLOCK)
             tables.begin_tail(slot, length // BLOCK, longest // BLOCK)
-            if nth % 8 == 0:
+            if index % 8 == 0:
                 step(batches, names, lengths, block_table)
         for _ in range(STEPS):
             lengths += BLOCK
@@ -175,7 +175,7 @@ def test_events_of_all_requests_in_one_step_stay_within_the_reserve(
 ) -> None:
     """Each with a ring of queries and page tables, and generating when it is time again."""
     lengths = np.array([length for length, _ in batch(shape)])
-    names = [f"r{nth}" for nth in range(len(lengths))]
+    names = [f"r{index}" for index in range(len(lengths))]
     num_queries = shape.num_heads * shape.group
     with launched(), LiveBytes() as measured:
         measuring = runner_of(shape, policy, len(names))
@@ -229,8 +229,8 @@ def test_queries_held_for_several_layers_stay_within_the_reserve(shape: Shape, p
         assert measuring.pool is not runner.pool
         size = runner.windows.window_size
         plans = [
-            replace(event_at(f"r{nth}", policy, length, size), first_block=0, resident_blocks=0)
-            for nth, length in enumerate(lengths)
+            replace(event_at(f"r{index}", policy, length, size), first_block=0, resident_blocks=0)
+            for index, length in enumerate(lengths)
         ]
         row = torch.zeros(LONG // BLOCK, device=ACCELERATOR).int()
         events = [runner.begin(plan, row) for plan in plans]
@@ -307,7 +307,7 @@ def test_sparse_reads_stay_within_the_reserve(shape: Shape, rule: str) -> None:
     reserved = reserve(0, shape.cache_bytes, beside)
     pool = pool_of(shape, shape.cache_bytes - reserved)
     number = shape.most_tokens // (LONG + BLOCK)
-    names, lengths = [f"r{nth}" for nth in range(number)], np.full(number, LONG)
+    names, lengths = [f"r{index}" for index in range(number)], np.full(number, LONG)
     num_queries = np.array([2] + [1] * (number - 1))
     block_table = torch.zeros(number, LONG // BLOCK + 1, device=ACCELERATOR).int()
     seq_lens = torch.zeros(number, dtype=torch.int32, device=ACCELERATOR)

@@ -97,18 +97,18 @@ def test_a_batch_s_table_is_kept_while_tails_grow() -> None:
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("num_tokens", [12, 16])  # as they are, and padded
 def test_windows(paged: bool, num_tokens: int) -> None:
-    window, names = 5, [f"r{nth}" for nth in range(12)]
+    window, names = 5, [f"r{index}" for index in range(12)]
     count = window_blocks(window, QUERY_HEADS, NUM_HEADS, 2 * SIZE)
     with watched():
         windows: QueryWindows | PagedWindows = QueryWindows(NUM_LAYERS, window, ACCELERATOR)
         if paged:
             pool = make_pool(InterleavedPagePool, ACCELERATOR)
             windows = PagedWindows(pool, window, QUERY_HEADS)
-            for nth, name in enumerate(names):
-                windows.hold(name, tuple(range(nth * count, (nth + 1) * count)))
+            for index, name in enumerate(names):
+                windows.hold(name, tuple(range(index * count, (index + 1) * count)))
         for step in range(3):
             seen = Observation(0, step, 1)
-            where = windows.locate([(name, nth, seen) for nth, name in enumerate(names)])
+            where = windows.locate([(name, index, seen) for index, name in enumerate(names)])
             queries = torch.zeros(num_tokens, QUERY_HEADS, DIM, device=ACCELERATOR)
             for layer in range(NUM_LAYERS):
                 windows.record(layer, queries, where)

@@ -60,8 +60,8 @@ class Combination:
     def excels(self, other: Combination) -> bool:
         """Whether it holds at least as many requests and loses less in all models measured."""
         pairs = zip(self.losses, other.losses, strict=True)
-        both = [(mine, its) for mine, its in pairs if mine is not None and its is not None]
-        return self.requests >= other.requests and all(mine < its for mine, its in both)
+        both = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+        return self.requests >= other.requests and all(ours < theirs for ours, theirs in both)
 
 
 def combinations(

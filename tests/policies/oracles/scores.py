@@ -39,8 +39,8 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
     if base == "triattention":
         end = max(head.size + head.num_tail for head in heads)
         return [
-            triattention(head, end, mine, params)
-            for head, mine in zip(heads, params["statistics"], strict=True)
+            triattention(head, end, statistics, params)
+            for head, statistics in zip(heads, params["statistics"], strict=True)
         ]
     if base == "expected":
         width = max(head.size + head.num_tail for head in heads)

@@ -272,9 +272,9 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
         """Computes attention of requests that generate, and ends the layer."""
         step: LatentStep | None = getattr(attn_metadata, _ATTRIBUTE, None)
         if step is None:
-            whole: tuple[Tensor, Tensor | None]
-            whole = super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-            return whole
+            output: tuple[Tensor, Tensor | None]
+            output = super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return output
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         if not step.is_split:
             out, _ = super().forward_mqa(queries, kv_c_and_k_pe_cache, attn_metadata, layer)
