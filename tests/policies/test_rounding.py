@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +61,18 @@ def test_rounding_is_that_of_the_loop(shares: list[int], total: int, capacity: i
     total = min(total, sum(caps))
     weights = [float(share) for share in shares]
     assert on_device(weights, total, floors, caps) == oracles.divide(weights, total, floors, caps)
+
+
+@pytest.mark.parametrize("num_heads", [20, 150, 640])
+def test_many_heads_are_divided_as_by_the_loop(num_heads: int) -> None:
+    """All heads of a model at once, of which some have all and some the least."""
+    random = Random(num_heads)
+    for _ in range(5):
+        shares = [random.random() ** 8 for _ in range(num_heads)]
+        caps = [random.randint(1, 40) for _ in shares]
+        floors = [random.randint(0, 1) for _ in shares]
+        total = random.randint(sum(floors), sum(caps))
+        assert on_device(shares, total, floors, caps) == oracles.divide(shares, total, floors, caps)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9))
