@@ -40,14 +40,14 @@ def apportion(shares: Tensor, total: Tensor, floor: Tensor, cap: Tensor) -> Tens
         reached = points[:, :, None] * weight[:, None]
         return torch.clamp(reached, least[:, None], most[:, None]).sum(dim=2)
 
-    # Points whose sum is below the total are counted in strides, as digits of a number.
+    # Counts the points whose sum is below the total, which come first: sixteen strides at a time.
     above, strides = torch.zeros_like(total), [1]
     while strides[0] * RADIX < num_points:
         strides.insert(0, strides[0] * RADIX)
     for stride in strides:
         at = above + stride * torch.arange(1, RADIX + 1, device=total.device) - 1
         sums = sums_at(points.gather(1, at.clamp_max(num_points - 1)))
-        above = above + stride * ((sums < total) & (at < num_points)).sum(dim=1, keepdim=True)
+        above = above + stride * (sums < total).sum(dim=1, keepdim=True)
     above = above.clamp_max(num_points - 1)
     points = points.gather(1, torch.cat([(above - 1).clamp_min(0), above], dim=1))
     sums = sums_at(points)
