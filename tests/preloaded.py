@@ -32,4 +32,5 @@ for module in walk_packages(policies.__path__, f"{policies.__name__}."):
 entry_points()
 configure_logging(LoggingConfig())
 CpuPlatform.register_triton_kernel_overrides()
+# The engines ask for it again, which would look through all names once more and replace nothing.
 CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)

@@ -220,7 +220,7 @@ def test_a_layer_is_its_kernels_and_a_step_little_else(policy: str, most: int) -
 def test_a_step_that_begins_blocks_queues_six_launches_at_most() -> None:
     """Some of 64 requests begin a block in every step; copies to the device count, too.
 
-    In the few steps in which a table moves to where there is room for more, there are others.
+    Steps in which a table moves to where there is room for more are left out.
     """
     tables = PageTables(make_pool(InterleavedPagePool, ACCELERATOR))
     names = [f"r{index}" for index in range(64)]

@@ -101,7 +101,10 @@ def test_dummy_events_leave_pages_and_tables_unchanged(policy: str, tmp_path: Pa
 def test_longest_dummy_event_takes_as_much_memory_as_a_request(
     policy: str, in_place: bool, tmp_path: Path
 ) -> None:
-    """Compared with a request of as many tokens that is compressed twice, in all layers at once."""
+    """Compared with a request of as many tokens that is compressed twice, in all layers at once.
+
+    Batches have room for that and its padding, and for few short requests.
+    """
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     budget, in_place = (
         "tokens" if in_place else "fraction",

@@ -147,7 +147,7 @@ def flash_calls(report: dict[str, Any]) -> None:
 
 
 def few_sequences(report: dict[str, Any]) -> None:
-    """FlashAttention 3 splits batches of up to 4 sequences only, two requests of two heads."""
+    """Has FlashAttention 3 split batches of up to 4 sequences only: two requests of two heads."""
     from tests.gpu_path import flash_attention
     from vllm_kvcompress.vllm_plugin.worker_side.attention import base, gpu_flash
 

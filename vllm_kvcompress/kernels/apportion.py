@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.dispatch import by_device
 
 MIN_SHARE = 1e-9  # of the sum: heads without a share take what no other head can hold
-RADIX = 16  # points looked at together, of which there are two for each head
+RADIX = 16  # points whose sums are computed at once; every head has two points
 ROUNDING = 1e-6  # pages; smaller differences are arithmetic noise
 
 
