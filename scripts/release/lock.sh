@@ -22,6 +22,7 @@ options=(--quiet --no-annotate --no-header --python-platform x86_64-manylinux_2_
 grep '^torch==' cpu.in >"$work/overrides.txt"
 # vLLM's CPU build asks for these. PyPI has their CUDA builds, which break its import; it works without them.
 printf '%s\n' torchvision torchaudio torchcodec >"$work/excludes.txt"
+echo nixl-cu13 >>"$work/excludes.txt" # NIXL asks for both of its builds; on CPUs either works
 
 resolve() { # file with versions to keep; what is asked for...
     local pins="$1" python more=("${upgrades[@]}")

@@ -65,6 +65,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
         environment: dict[str, str] | None = None,
         calls: list[Any] | None = None,
         probes: list[str] | None = None,
+        afterwards: list[str] | None = None,
         asynchronous: bool = False,
         **engine: Any,
     ) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
             calls=calls or [],
             probes=probes or [],
             asynchronous=asynchronous,
+            **({} if afterwards is None else {"afterwards": afterwards}),
         )
         process = forked(engine_process.run, *map(str, files), environment or {})
         process.join(TIMEOUT)

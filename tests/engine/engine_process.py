@@ -15,6 +15,8 @@ compared after every step. A scenario is a dictionary:
     probes: names (module:function) of what is called with the report before the engine starts
     calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase;
         "reset_prefix_cache" is the engine's
+    afterwards: names (module:function) of what is called with the engine, its bookkeeping and the
+        report when the phases have ended
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import multiprocessing
 import os
 import pkgutil
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -42,11 +45,14 @@ def build_engine(scenario: dict[str, Any]) -> Any:
     """Builds a vLLM engine in this process, stock or with compression."""
     from vllm import LLM, EngineArgs
     from vllm.config.reasoning import ReasoningConfig
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import multiproc_executor
 
     # Spawned, the workers of several ranks would import everything again.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # Nor do ranks that wait for each other keep the cores busy.
+    shm_broadcast.sched_yield = lambda: time.sleep(2e-4)
     arguments = {
         "enforce_eager": True,
         "block_size": 32,
@@ -262,9 +268,15 @@ def run_phase(
         report["held"].append(held)
         step += 1
         assert step < 5000, "the engine does not come to an end"
+        if not books.scheduler.running:
+            time.sleep(0.01)  # for a connector, on which everybody waits
     while books.scheduler.has_unfinished_requests():  # those that score answers
         assert not engine.step()
         books.check()
+
+
+def await_copies(engine: Any, books: Bookkeeping) -> None:
+    """Runs until the connector has copied what it is copying."""
     while books.connector is not None and books.connector.has_pending_push_work():
         assert not engine.step()
         books.check()
@@ -279,6 +291,7 @@ def add_request(engine: Any, request: dict[str, Any], report: dict[str, Any]) ->
     several = {"n": request["n"], "temperature": 1} if "n" in request else {}
     params = SamplingParams(
         max_tokens=request["max_tokens"],
+        detokenize=False,
         ignore_eos=True,
         logprobs=request.get("logprobs", 5),
         extra_args=request.get("xargs"),
@@ -313,6 +326,7 @@ def record_output(output: Any, report: dict[str, Any]) -> None:
             ],
             "cached": output.num_cached_tokens,
             "finish_reason": choice.finish_reason,
+            "transfer": output.kv_transfer_params,
             "prompt_logprobs": [
                 {str(t): lp.logprob for t, lp in (position or {}).items()}
                 for position in output.prompt_logprobs or ()
@@ -343,6 +357,8 @@ def record_stats(books: Bookkeeping, report: dict[str, Any]) -> None:
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         stats = make_stats(*args, **kwargs)
+        if stats and stats.connector_prefix_cache_stats:
+            report["loaded_tokens"] += stats.connector_prefix_cache_stats.hits
         ours = stats and detach_stats(stats)
         if ours:
             report["events"] += ours["events"]
@@ -385,7 +401,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
     report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
     report["pages"], report["prompt_events"] = [], Counter()
-    report["at_once"] = 0
+    report["at_once"], report["loaded_tokens"] = 0, 0
     report["shadows"], report["shadow_outcomes"] = [], Counter()
     report |= dict.fromkeys((*SPILLED, "spilled_bytes"), 0)
     report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
@@ -405,6 +421,10 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
             elif at == number:
                 engine.collective_rpc(method, kwargs=arguments)
         run_phase(engine, books, phase, report)
+        if "afterwards" not in scenario:  # which may be what another engine waits for
+            await_copies(engine, books)
+    for name in scenario.get("afterwards", ()):
+        pkgutil.resolve_name(name)(engine, books, report)
     cache_config = engine.vllm_config.cache_config
     report["max_concurrency"] = cache_config.kv_cache_max_concurrency
     report["num_blocks"] = books.pool.num_gpu_blocks

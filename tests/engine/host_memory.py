@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
@@ -28,6 +35,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.request import RequestStatus
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 Copy = tuple[int, bool, GPULoadStoreSpec, Any]
@@ -229,3 +237,149 @@ class LossyOffloading(OffloadingConnector):
         jobs = [] if self.failed else list(self._get_connector_metadata().load_jobs.values())
         self.failed = self.failed or bool(jobs)
         return {int(each.dst_spec.block_ids[place]) for each in jobs}
+
+
+@dataclass
+class Copies(KVConnectorMetadata):
+    """What a step stores and loads: by request, files and blocks."""
+
+    stores: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    loads: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+
+
+class KeepingConnector(KVConnectorBase_V1, SupportsHMA):
+    """Stores blocks in files, and asks for those of every ended request until they are stored.
+
+    It behaves as LMCache's connector for its server: it offers what it has whole, loads before a
+    request's first step, and names a request as stored only once it has heard that it has ended.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.folder, self.delay = Path(extra["shared_storage_path"]), extra.get("delay", 0)
+        self.record = Path(extra["record"])
+        self.size = vllm_config.cache_config.block_size
+        # In the scheduler:
+        self._requests: dict[str, Any] = {}
+        self._blocks: dict[str, list[int]] = {}
+        self._num_stored: dict[str, int] = {}
+        self._next = Copies()
+        self._unsent: set[str] = set()
+        # In the worker:
+        self._waiting: list[tuple[int, str, list[tuple[str, int]]]] = []
+        self._calls = 0
+        self._named: set[str] = set()
+        self._loaded: set[str] = set()
+
+    def files_of(self, tokens: Sequence[int]) -> list[str]:
+        """Returns the names of the files of a prefix's full blocks."""
+        ends = range(self.size, len(tokens) + 1, self.size)
+        return [hashlib.sha256(repr(list(tokens[:end])).encode()).hexdigest() for end in ends]
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
+        """Offers all that is stored of a prompt."""
+        if request.status == RequestStatus.PREEMPTED:
+            return 0, False
+        files = self.files_of(request.all_token_ids)
+        stored = list(takewhile(lambda name: (self.folder / name).exists(), files))
+        number = min(len(stored) * self.size, request.num_tokens - 1) // self.size * self.size
+        return max(0, number - num_computed), number > num_computed
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
+        """Notes a request's blocks; loads what was offered into those without a hash."""
+        (ids,) = blocks.get_block_ids()
+        self._requests[request.request_id], self._blocks[request.request_id] = request, list(ids)
+        if num_external:
+            first = sum(block.block_hash is not None for block in blocks.blocks[0])
+            end = first + num_external // self.size
+            pairs = zip(self.files_of(request.all_token_ids), ids, strict=False)
+            self._next.loads[request.request_id] = list(pairs)[first:end]
+            self._num_stored[request.request_id] = end
+
+    def build_connector_meta(self, output: Any) -> Copies:
+        """Stores the blocks that a step fills."""
+        step, self._next = self._next, Copies()
+        cached = output.scheduled_cached_reqs
+        for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            self._blocks[request_id] += new[0] if new else []
+        starts = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, start in starts.items():
+            tokens = list(self._requests[request_id].all_token_ids)
+            end = min(start + output.num_scheduled_tokens[request_id], len(tokens))
+            files = self.files_of(tokens[:end])
+            first = self._num_stored.get(request_id, 0)
+            pairs = zip(files, self._blocks[request_id], strict=False)
+            step.stores[request_id] = list(pairs)[first:]
+            self._num_stored[request_id] = max(first, len(files))
+        return step
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        """Asks for the blocks."""
+        for known in (self._requests, self._blocks, self._num_stored):
+            known.pop(request.request_id, None)
+        self._unsent.add(request.request_id)
+        return True, None
+
+    request_finished_all_groups = request_finished
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Forgets requests whose blocks are stored."""
+        self._unsent -= connector_output.finished_sending or set()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether blocks of ended requests are still to be stored."""
+        return bool(self._unsent)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Takes the caches of all layers, whose first dimension is the block."""
+        self.caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads the blocks of requests that wait for them."""
+        for request_id, copies in self._get_connector_metadata().loads.items():
+            for file, block in copies:
+                for name, rows in torch.load(self.folder / file).items():
+                    self.caches[name][block] = rows
+            self._note(False, copies)
+            self._loaded.add(request_id)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Has nothing to wait for."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Stores nothing layer by layer."""
+
+    def wait_for_save(self) -> None:
+        """Queues the blocks of a step."""
+        for request_id, copies in self._get_connector_metadata().stores.items():
+            self._waiting.append((self._calls + self.delay, request_id, copies))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Copies what is due; returns requests that have ended and are stored, and loaded ones."""
+        self._calls += 1
+        self._named |= finished_req_ids
+        for due, _, copies in self._waiting:
+            if due < self._calls:
+                for file, block in copies:
+                    rows = {name: cache[block].clone() for name, cache in self.caches.items()}
+                    torch.save(rows, self.folder / file)
+                self._note(True, copies)
+        self._waiting = [each for each in self._waiting if each[0] >= self._calls]
+        stored = self._named - {request_id for _, request_id, _ in self._waiting}
+        self._named -= stored
+        loaded, self._loaded = self._loaded, set()
+        return stored, loaded
+
+    def _note(self, is_store: bool, copies: list[tuple[str, int]]) -> None:
+        line = {"store": is_store, "blocks": [block for _, block in copies]}
+        with self.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def stand_in_for_lmcache(report: dict[str, Any]) -> None:
+    """Has vLLM load `KeepingConnector` by the name of LMCache's connector."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    KVConnectorFactory._registry["LMCacheMPConnector"] = lambda: KeepingConnector

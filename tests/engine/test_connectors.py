@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.tiny_models import prompt
 
 BLOCK = 32
 MODULE = "tests.engine.host_memory"
+KEEPS = "LMCacheMPConnector"
 RESET = ("reset_prefix_cache", {})
 ADAKV = {"policy": "adakv", "budget": 0.25, "request_policies": ["none"]}
 WHOLE = {"xargs": {"kv_policy": "none"}}
@@ -41,11 +42,21 @@ def connect(tmp_path: Path) -> Connect:
             **more,
         }
         config = {"kv_connector": kind, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        if kind not in ("ExampleConnector", "OffloadingConnector"):
+        if kind not in ("ExampleConnector", "OffloadingConnector", KEEPS):
             config["kv_connector_module_path"] = MODULE
         return config
 
     return configuration
+
+
+@pytest.fixture(scope="session")
+def run_engine(run_engine: Run) -> Run:
+    """Runs engines in which a stand-in has the name of LMCache's connector."""
+
+    def run(*args: Any, probes: Iterable[str] = (), **options: Any) -> dict[str, Any]:
+        return run_engine(*args, probes=[f"{MODULE}:stand_in_for_lmcache", *probes], **options)
+
+    return run
 
 
 def copies(connector: dict[str, Any]) -> dict[str, int]:
@@ -69,7 +80,7 @@ def twice(length: int = 400, max_tokens: int = 40) -> list[list[dict[str, Any]]]
     ]
 
 
-CONNECTORS = ["ExampleConnector", "OffloadingConnector", "HostOffload"]
+CONNECTORS = ["ExampleConnector", "OffloadingConnector", "HostOffload", KEEPS]
 
 
 @pytest.mark.parametrize("kind", CONNECTORS)
@@ -130,7 +141,8 @@ def test_loaded_prompts_keep_what_a_prefix_cache_hit_keeps(
         calls=[[1, *RESET]],
     )
     expected, loaded = (each["outputs"]["loads"] for each in (hit, report))
-    assert loaded["cached"] == expected["cached"] == 352
+    assert expected["cached"] == 352
+    assert loaded["cached"] == (384 if kind == KEEPS else 352)
     assert loaded["tokens"] == expected["tokens"]
     names = ("layer", "kept", "num_queries")
     kept = [[{name: each[name] for name in names} for each in run["kept"]] for run in (hit, report)]
@@ -139,10 +151,40 @@ def test_loaded_prompts_keep_what_a_prefix_cache_hit_keeps(
     assert {each["num_queries"] for each in kept[0]} == {32}
 
 
+def test_blocks_that_are_kept_for_a_connector_are_free_once_they_are_stored(
+    llama: str, run_engine: Run, connect: Connect
+) -> None:
+    phases = [[request("long", prompt(400, seed=1), 100)]]
+    alone = run_engine(llama, phases, settings=ADAKV)["usage"]
+    usage = run_engine(llama, phases, settings=ADAKV, kv_transfer_config=connect(KEEPS, delay=9))
+    assert usage["usage"][5] > alone[5] > alone[0] / 9
+    assert usage["usage"][20:100] == alone[20:100]
+
+
+def test_preempted_request_does_not_wait_for_its_own_late_copy(
+    llama: str, run_engine: Run, connect: Connect
+) -> None:
+    """Blocks that are kept for a connector would be missing when the request is read again."""
+    growing = [
+        request(f"whole-{i}", prompt(100 + 5 * i, seed=50 + i), 150, **WHOLE) for i in range(3)
+    ]
+    report = run_engine(
+        llama,
+        [[*growing, request("long", prompt(410, seed=1), 60, at_step=16)]],
+        settings=ADAKV,
+        kv_transfer_config=connect(KEEPS, delay=200),
+        num_gpu_blocks_override=29,
+        max_model_len=600,
+    )
+    assert report["preemptions"] == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "trigger"),
     [
         ("HostOffload", "prompt"),
+        (KEEPS, "prompt"),
+        (KEEPS, "decode:64"),
         ("OffloadingConnector", "prompt"),
         ("OffloadingConnector", "decode:64"),
         ("OffloadingConnector", "pressure:0.1"),
@@ -196,6 +238,7 @@ def crowd_alone(llama: str, run_engine: Run) -> dict[str, Any]:
     ("kind", "options"),
     [
         ("HostOffload", {}),
+        (KEEPS, {"trigger": "decode:32", "asynchronous": True}),
         ("OffloadingConnector", {}),
         ("OffloadingConnector", {"trigger": "chunk:128"}),
         ("OffloadingConnector", {"trigger": "decode:32"}),
@@ -203,7 +246,16 @@ def crowd_alone(llama: str, run_engine: Run) -> dict[str, Any]:
         ("OffloadingConnector", {"asynchronous": True}),
         ("OffloadingConnector", {"enable_prefix_caching": False}),
     ],
-    ids=["touching", "prompt", "chunk", "decode", "pressure", "asynchronous", "uncached"],
+    ids=[
+        "touching",
+        "keeping",
+        "prompt",
+        "chunk",
+        "decode",
+        "pressure",
+        "asynchronous",
+        "uncached",
+    ],
 )
 def test_blocks_copied_late_are_those_of_the_prompt(
     llama: str,
@@ -214,7 +266,7 @@ def test_blocks_copied_late_are_those_of_the_prompt(
     options: dict[str, Any],
 ) -> None:
     """Events free the blocks that are being stored, and others write to them."""
-    connector = connect(kind, delay=7)
+    connector = connect(kind, delay=40 if kind == KEEPS else 7)
     options = {**options}
     engine = {name: options.pop(name) for name in ENGINE if name in options}
     report = run_engine(
@@ -376,8 +428,11 @@ def test_turn_that_continues_a_kept_state_stores_and_loads_nothing(
     assert copies(connector) == {"stored": 12, "loaded": 0}
 
 
-def test_shadows_are_hidden_from_connectors(llama: str, run_engine: Run, connect: Connect) -> None:
-    connector = connect("OffloadingConnector")
+@pytest.mark.parametrize("kind", ["OffloadingConnector", KEEPS])
+def test_shadows_are_hidden_from_connectors(
+    llama: str, run_engine: Run, connect: Connect, kind: str
+) -> None:
+    connector = connect(kind)
     settings = {**ADAKV, "shadow": 1.0}
     report = run_engine(
         llama,

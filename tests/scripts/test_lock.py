@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from tests.scripts.local_index import normalized
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "nixl-cu13"}
 
 
 def lines_of(path: Path) -> list[str]:

@@ -70,7 +70,7 @@ class Preempting(CompressionMixin, Stock):
     def __init__(self, queue: Queue) -> None:
         self.table, self.kv_cache_manager = queue.table, queue.cache
         self.spec, self.states = queue.table.spec, queue.states
-        self.compressed = queue.table.managers
+        self.compressed, self._connector = queue.table.managers, None
 
 
 @pytest.mark.parametrize(

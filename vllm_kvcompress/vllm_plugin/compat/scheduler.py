@@ -169,12 +169,6 @@ def _without_cached(cached: Any, hidden: set[str]) -> Any:
     )
 
 
-def child_connectors(connector: Any) -> list[Any]:
-    """Returns the connectors inside a `MultiConnector`."""
-    children: list[Any] = connector._connectors
-    return children
-
-
 def recomputes_failed_loads(scheduler: Any) -> bool:
     """Whether requests go on whose tokens a connector failed to load."""
     recomputes: bool = scheduler.recompute_kv_load_failures

@@ -68,6 +68,7 @@ class RequestTable:
             reason.
         reasoning: finds where reasoning ends; None: nothing depends on it.
         has_connector: whether a KV connector stores and loads blocks.
+        reads_for_others: whether another engine may generate from prompts that this one reads.
         whole_images: whether tokens of an image see each other, so that events come behind images.
     """
 
@@ -90,7 +91,7 @@ class RequestTable:
         self.shadows: dict[str, int] = {}
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.reasoning: ReasoningEnd | None = None
-        self.has_connector = False
+        self.has_connector = self.reads_for_others = False
         self.whole_images = False
 
     def __getitem__(self, request_id: str) -> RequestCompression:
@@ -108,8 +109,8 @@ class RequestTable:
             begins_anew: whether it must not begin with a kept state.
             has_room: whether no request waits, and at least half of the pool is free.
         """
-        if request.request_id in self.shadows:
-            self._open_shadow(request)
+        if request.request_id in self.shadows or (self.reads_for_others and _is_sent(request)):
+            self._open_whole(request)
             return
         options = _requested_options(request, self.spec.settings)
         num_tokens = compress_at = request.num_prompt_tokens
@@ -162,13 +163,16 @@ class RequestTable:
             if ledger.reasoning_end is None:
                 ledger.end_reasoning(self.reasoning.find_new(request))
 
-    def _open_shadow(self, request: Request) -> None:
-        """Opens the record of a request that is neither compressed nor read in part."""
+    def _open_whole(self, request: Request) -> None:
+        """Opens the record of a request that is neither compressed nor read in part.
+
+        It is a shadow, or its prompt is read for another engine.
+        """
         settings = self.spec.settings.model_copy(update={"policy": NO_POLICY})
         number = request.num_prompt_tokens
         ledger = RequestLedger(number, self.spec.rule_of(settings), num_prompt_tokens=number)
-        ledger.most_tokens = number
-        ledger.first_event_position = self.shadows[request.request_id]
+        ledger.most_tokens = number + (request.max_tokens or 1) - 1
+        ledger.first_event_position = self.shadows.get(request.request_id)
         groups = {manager.kv_cache_group_id: GroupBlocks() for manager in self.managers}
         self.records[request.request_id] = RequestCompression(ledger, groups)
 
@@ -245,6 +249,11 @@ def _remembers_last_token(manager: SingleTypeKVCacheManager) -> bool:
 def must_read_prompt(request: Request) -> bool:
     """Whether a request reads all of its prompt, as its log-probabilities need."""
     return bool(request.sampling_params.skip_reading_prefix_cache)
+
+
+def _is_sent(request: Request) -> bool:
+    """Whether another engine generates its answer, and takes its blocks (disaggregated prefill)."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
 def _requested_options(request: Request, settings: Settings) -> RequestOptions:

@@ -51,6 +51,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
 from vllm_kvcompress.vllm_plugin.scheduler_side.statistics import SchedulerStatistics
 from vllm_kvcompress.vllm_plugin.scheduler_side.whole_blocks import WholeBlocks, limit_connector
 from vllm_kvcompress.vllm_plugin.spec import QueryBuffers, spill_slots, spilled_block_bytes
+from vllm_kvcompress.vllm_plugin.startup.connector_refusals import reads_for_others
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import engine_settings
 
@@ -105,16 +106,24 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.states.kept)
         self._connector = wrap_connector(self, self._limit_connector)
-        self.table.has_connector = self._connector is not None
         enable_chunk_ends(self)
         for manager in managers:
             self._share_table(manager)
         announce(self.table, self.states, self.max_model_len)
 
     def _limit_connector(self, connector: Any) -> WholeBlocks:
-        """Wraps vLLM's KV connector, to which requests end at their first event."""
+        """Wraps vLLM's KV connector, to which requests end at their first event.
+
+        The table of requests hears that there is one.
+        """
+        transfer = self.vllm_config.kv_transfer_config
         assert self.table is not None
-        return limit_connector(connector, self.table, self.states.kept, self.kv_cache_manager)
+        assert transfer is not None
+        self.table.has_connector = True
+        self.table.reads_for_others = reads_for_others(transfer)
+        return limit_connector(
+            connector, self.table, self.states.kept, self.kv_cache_manager, transfer
+        )
 
     def _share_table(self, manager: SingleTypeKVCacheManager) -> None:
         """Gives a block manager the requests' records, so that it knows which blocks to cache."""
@@ -303,15 +312,28 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
         is_ahead = ledger.next_position(end) is not None
         if ledger.first_event_position is not None or (end > ledger.compress_at and is_ahead):
             request.skip_reading_prefix_cache = True
+        if self._connector is not None:
+            self._connector.release(request.request_id)
         super().preempt(request, *args, **kwargs)  # closes the record
         begins_anew = reuse.state is None and reuse.context_hash is None
         self.table.open(request, begins_anew=begins_anew)
 
     def end_load(self, request: Request) -> None:
-        """Opens the record of a request anew that lost its blocks, since nothing was loaded."""
+        """Goes back to the tokens whose queries an event needs, where all were loaded.
+
+        The record of a request that lost its blocks, since nothing was loaded, is opened anew.
+        """
         super().end_load(request)
-        if self.table is not None and request.request_id not in self.table.records:
+        if self.table is None:
+            return
+        record = self.table.records.get(request.request_id)
+        if record is None:
             self.table.open(request)
+            return
+        longest = record.longest_hit(
+            request.num_computed_tokens, request.num_tokens, self.spec.chunks
+        )
+        request.num_computed_tokens = record.ledger.num_hit_tokens = longest
 
     def handle_invalid_blocks(self, invalid_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
         """Preempts running requests that computed, and were compressed, behind a failed load.

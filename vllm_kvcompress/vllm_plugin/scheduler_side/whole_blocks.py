@@ -7,7 +7,12 @@
 Blocks that hold tokens computed with everything mean the same to all requests, so a connector
 stores and loads them as in stock vLLM. What comes later depends on what was kept: a connector never
 hears of it. An event frees its sources before the request ends; a connector that is still reading
-them learns of that as vLLM's interface has it, since to the connector the request has finished.
+them learns of that as vLLM's interface has it, since to the connector the request has finished: it
+ends its copies before the step, or has the blocks kept for it until they have ended.
+
+Where one engine reads prompts and another generates (disaggregated prefill), the first compresses
+nothing that it sends. The second takes a prompt whole, and computes the last tokens again whose
+queries its event needs.
 """
 
 from __future__ import annotations
@@ -18,14 +23,19 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import SupportsHMA
 from vllm.v1.request import RequestStatus
 
-from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.vllm_plugin.compat.scheduler import without_requests
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
-from vllm_kvcompress.vllm_plugin.startup.connector_refusals import reads_prompts_whole
+from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
+    reads_prompts_whole,
+    takes_prompts_whole,
+)
 
 if TYPE_CHECKING:
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptStates
@@ -80,12 +90,22 @@ class WholeBlocks:
     """
 
     def __init__(
-        self, connector: Any, table: RequestTable, kept: KeptStates, manager: KVCacheManager
+        self,
+        connector: Any,
+        table: RequestTable,
+        kept: KeptStates,
+        manager: KVCacheManager,
+        transfer: KVTransferConfig,
     ) -> None:
         self._connector, self._table, self._kept, self._manager = connector, table, kept, manager
         self._parts: dict[str, SharedPart] = {}
         self._ending: set[str] = set()  # to be named as finished in the next metadata
-        self._reads_whole = reads_prompts_whole(connector)
+        self._reads_whole = reads_prompts_whole(transfer)
+        self._takes_whole = takes_prompts_whole(transfer)
+        # Of requests that ended for it at an event: blocks in use until they are stored.
+        self._unstored: dict[str, list[KVCacheBlock]] = {}
+        # Requests that have ended, and whose blocks vLLM frees once they are stored or sent.
+        self._delayed: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._connector, name)
@@ -106,8 +126,10 @@ class WholeBlocks:
     ) -> tuple[int | None, bool]:
         """Returns how many tokens to load, cut as a prefix-cache hit is; whole blocks only.
 
-        None are loaded by a request that begins with a kept state, which already stands for more
-        tokens, and by one that was compressed before it was preempted.
+        What NIXL and LMCache offer is taken whole (`CompressionMixin.end_load` goes back), unless
+        an event comes within the prompt. None are loaded by a request that begins with a kept
+        state, which already stands for more tokens, and by one that was compressed before it was
+        preempted.
         """
         request_id = request.request_id
         part, record = self._parts[request_id], self._table[request_id]
@@ -119,8 +141,12 @@ class WholeBlocks:
         chunks, size = self._table.spec.chunks, self._table.spec.block_size
         longest = record.longest_hit(num_computed_tokens + number, request.num_tokens, chunks)
         longest -= longest % size
-        if self._reads_whole and not self._is_last_chunk(record.ledger, longest, request):
+        takes_whole = self._takes_whole and is_async
+        in_one_step = self._is_last_chunk(record.ledger, longest, request)
+        if (self._reads_whole or takes_whole) and not in_one_step:
             return 0, False
+        if takes_whole:
+            return number, is_async
         usable = longest - num_computed_tokens
         return (usable, is_async) if usable > 0 else (0, False)
 
@@ -169,13 +195,36 @@ class WholeBlocks:
         if part.end is not None:
             return False, None
         is_delayed, parameters = tell(part, block_ids)
+        if is_delayed:
+            self._delayed.add(request.request_id)
         return is_delayed, parameters
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Frees blocks that were kept until they were stored; vLLM hears of what it keeps itself.
+
+        A connector may also name requests that it never stored, such as one that scores an answer.
+        """
+        self._connector.update_connector_output(connector_output)
+        sent = connector_output.finished_sending or set()
+        for request_id in sent:
+            self.release(request_id)
+        connector_output.finished_sending = sent & self._delayed
+        self._delayed -= sent
+
+    def release(self, request_id: str) -> None:
+        """Frees the blocks of a request that wait to be stored: they are, or it is preempted."""
+        kept = self._unstored.pop(request_id, [])
+        self._manager.block_pool.free_blocks(reversed(kept))
+
+    def has_pending_push_work(self) -> bool:
+        """Whether steps go on although nothing is to be computed."""
+        pending: bool = self._connector.has_pending_push_work()
+        return pending or bool(self._unstored)
 
     def _end(self, request_id: str, num_tokens: int) -> None:
         """Ends a request for the connector, with the blocks of its first `num_tokens` tokens.
 
-        Raises:
-            InvariantError: the connector keeps the blocks, although the event frees them.
+        If the connector asks for them, they stay in use when the event frees them.
         """
         part = self._parts[request_id]
         if part.end is not None:
@@ -190,11 +239,11 @@ class WholeBlocks:
             is_delayed, _ = self._connector.request_finished_all_groups(part, blocks)
         else:
             is_delayed, _ = self._connector.request_finished(part, blocks[0])
-        if is_delayed:
-            raise InvariantError(
-                f"{type(self._connector).__name__}: expected a connector that lets go of a "
-                "request's blocks at once, found one that keeps them until they are sent."
-            )
+        if is_delayed and num_tokens:
+            pool = self._manager.block_pool
+            kept = [pool.blocks[each] for group in blocks for each in group]
+            pool.touch(kept)
+            self._unstored[request_id] = kept
 
     def _ended(self, request_id: str) -> bool:
         """Whether a request ended for the connector before it did."""
@@ -238,8 +287,12 @@ class WholeHybridBlocks(WholeBlocks):
 
 
 def limit_connector(
-    connector: Any, table: RequestTable, kept: KeptStates, manager: KVCacheManager
+    connector: Any,
+    table: RequestTable,
+    kept: KeptStates,
+    manager: KVCacheManager,
+    transfer: KVTransferConfig,
 ) -> WholeBlocks:
     """Wraps a scheduler's connector."""
     kind = WholeHybridBlocks if isinstance(connector, SupportsHMA) else WholeBlocks
-    return kind(connector, table, kept, manager)
+    return kind(connector, table, kept, manager, transfer)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvcompress.vllm_plugin.compat.messages import attach_report
+from vllm_kvcompress.vllm_plugin.compat.messages import attach_report, attached_plan
 from vllm_kvcompress.vllm_plugin.compat.options import worker_config
 from vllm_kvcompress.vllm_plugin.compat.worker import checks_gpu_syncs, draft_layers, read_prompt
 from vllm_kvcompress.vllm_plugin.spec import (
@@ -18,21 +18,14 @@ from vllm_kvcompress.vllm_plugin.spec import (
     unwrap_equal_specs,
     with_draft_layers,
 )
+from vllm_kvcompress.vllm_plugin.startup.connector_refusals import keeps_blocks
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
+from vllm_kvcompress.vllm_plugin.worker_side.connector import EarlyEnds, flush_connector
 from vllm_kvcompress.vllm_plugin.worker_side.drafting import Drafter
 from vllm_kvcompress.vllm_plugin.worker_side.measured_heads import NONE, provide_heads
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
-
-
-def flush_connector(output: SchedulerOutput) -> None:
-    """Ends copies from blocks that the step writes, before events and copies of ours write them.
-
-    vLLM does the same before its forward pass; what has ended by then it does not wait for.
-    """
-    if has_kv_transfer_group() and output.kv_connector_metadata is not None:
-        get_kv_transfer_group().handle_preemptions(output.kv_connector_metadata)
 
 
 class CompressionWorker(CompressingWorker, Worker):
@@ -41,7 +34,10 @@ class CompressionWorker(CompressingWorker, Worker):
     Attributes:
         compression: state of the compressed requests; None when nothing is compressed.
         last_event_seconds: policies and durations of events, as reported with the last step.
+        early_ends: tells a KV connector that keeps blocks which requests have ended for it.
     """
+
+    early_ends: EarlyEnds | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker_config(vllm_config), *args, **kwargs)
@@ -79,6 +75,9 @@ class CompressionWorker(CompressingWorker, Worker):
         super().initialize_from_config(kv_cache_config)
         if self.compression is not None:
             self.compression.bind(self.model_runner, kv_cache_config)
+            transfer = self.vllm_config.kv_transfer_config
+            if transfer is not None and keeps_blocks(transfer):
+                self.early_ends = EarlyEnds(get_kv_transfer_group())
             self.compression.allocate_host_memory(kv_cache_config)
             if self.compression.settings.draft_rule is not None:
                 self.compression.drafter = Drafter.of(self.compression, self.model_runner)
@@ -101,6 +100,9 @@ class CompressionWorker(CompressingWorker, Worker):
         if self.compression is None:
             return super().execute_model(scheduler_output)
         flush_connector(scheduler_output)
+        if self.early_ends is not None:
+            plan = attached_plan(scheduler_output)
+            self.early_ends.end(event.request_id for event in (plan.events if plan else ()))
         self.compression.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)
         self.compression.end_forward()
