@@ -28,6 +28,7 @@ from offline.dense import DenseLayer, Kept, compress
 from offline.masked import MaskedModel, Reading
 from offline.quantized import CACHES
 from offline.rows import append_rows, read_rows
+from vllm_kvcompress.cache.quantization import mean_key
 from vllm_kvcompress.options import assignment
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.scheduling.read_rule import ReadRule
@@ -47,17 +48,29 @@ Row = dict[str, Any]
 
 
 class QuantizedModel(MaskedModel):
-    """Its cache is in one of `CACHES`.
+    """Its cache is in one of `CACHES`, with keys less the mean that follows from their bias.
 
     Attributes:
         cache: which.
+        stores_whole: whether keys are stored whole, as by stock vLLM.
     """
 
     cache = "auto"
+    stores_whole = False
 
     def _attend(self, module: Any, query: Any, key: Any, value: Any, *more: Any, **how: Any) -> Any:
-        key, value = (CACHES[self.cache](each) for each in (key, value))
+        if self.cache != "auto":
+            mean = 0 if self.stores_whole else self._mean_key(module, key.shape[-1])
+            key = CACHES[self.cache](key - mean) + mean
+            value = CACHES[self.cache](value)
         return super()._attend(module, query, key, value, *more, **how)
+
+    def _mean_key(self, module: Any, size: int) -> Any:
+        """Returns the [heads, 1, size] mean of the bias of a layer's keys; 0: there is none."""
+        bias, rotary = module.k_proj.bias, self._rotary()
+        if bias is None or rotary is None:
+            return 0
+        return mean_key(bias.view(-1, size), rotary)[:, None]
 
 
 def in_cache(setup: str, cache: str) -> str:
@@ -262,6 +275,7 @@ def main() -> None:
     parser.add_argument(
         "--caches", nargs="+", choices=CACHES, default=["auto"], help="types of caches (auto)"
     )
+    parser.add_argument("--whole-keys", action="store_true", help="store keys as stock vLLM does")
     parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
     parser.add_argument("--dtype", default=fast_dtype(), help="that computes (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
@@ -279,6 +293,7 @@ def main() -> None:
 
     tokenizer = load_tokenizer(options.model)
     model = QuantizedModel(options.model, getattr(torch, options.dtype))
+    model.stores_whole = options.whole_keys
     setups = [FULL, *options.setups]
     named = [in_cache(setup, each) for each in options.caches for setup in setups]
     rows = read_rows(options.out)

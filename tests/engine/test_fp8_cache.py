@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 from transformers import DynamicCache
 
+from tests.engine import mean_keys
 from tests.engine.conftest import Run, check_as_alone, each_alone, request
 from tests.engine.fp8_kernels import SCALES, stored
 from tests.engine.oracle import BLOCK, KeptTokensDecoder, follow, kept_positions
@@ -72,6 +74,41 @@ def test_decoding_matches_dense_attention_over_the_kept_fp8_values(
     output, kept = report["outputs"]["a"], kept_positions(report["kept"], len(report["kept"]))
     full = len(tokens) // BLOCK * BLOCK
     follow(Fp8Decoder(llama, tokens, kept, full, name=name, scales=SCALES), output)
+
+
+class LessTheMeanDecoder(mean_keys.LessTheMean, Fp8Decoder):
+    """A decoder of keys that are stored less their mean."""
+
+
+def test_keys_with_a_bias_are_stored_less_the_mean_key(
+    model_directory: Path, run_engine: Run
+) -> None:
+    """Attention is that of whole keys, each rounded without the mean; stock rounds whole keys."""
+    model, tokens = mean_keys.build(model_directory), prompt(500, seed=1)
+    whole = request("whole", tokens, 12, xargs={"kv_budget": 1.0}, salt="whole")
+    report = run_engine(
+        model,
+        [[request("quarter", tokens, 12)], [whole]],
+        settings={
+            **{"policy": "snapkv", "budget": 0.25},
+            **{"min_request_budget": 0.25, "max_request_budget": 1.0},
+        },
+        record_kept=True,
+        kv_cache_dtype="fp8",
+        probes=VECTOR,
+    )
+    num_full = len(tokens) // BLOCK * BLOCK
+    kept = {
+        "quarter": kept_positions(report["kept"], len(report["kept"])),
+        "whole": [[list(range(num_full))] * 2] * 3,
+    }
+    given = {"name": "fp8", "scales": [(1.0, 1.0)] * 3}
+    LessTheMeanDecoder.means = mean_keys.mean_keys(model)
+    for name, output in report["outputs"].items():
+        context = model, tokens, kept[name], num_full
+        follow(LessTheMeanDecoder(*context, **given), output, within=5e-3)
+        with pytest.raises(AssertionError):
+            follow(Fp8Decoder(*context, **given), output, within=5e-3)
 
 
 WINDOW = {"policy": "snapkv", "budget": 0.3}

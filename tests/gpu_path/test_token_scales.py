@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from offline.quantized import CACHES
+from tests.engine import mean_keys
 from tests.engine.conftest import check_as_alone, each_alone, request
 from tests.engine.oracle import BLOCK, follow, kept_positions
 from tests.engine.test_context_reuse import REUSE as CONTEXTS
@@ -35,8 +37,8 @@ class TokenScaledDecoder(Fp8Decoder):
     [
         (INT8, "torch", 500, 40, "adakv+criticalkv"),
         (FP8, "torch", 500, 40, "pyramidkv"),
-        (INT8, "triton", 130, 3, "keydiff"),
-        (INT4, "triton", 130, 3, "snapkv"),
+        (INT8, "triton", 98, 3, "keydiff"),
+        (INT4, "triton", 98, 3, "snapkv"),
     ],
 )
 def test_decoding_matches_dense_attention_over_the_kept_numbers(
@@ -64,6 +66,34 @@ def test_decoding_matches_dense_attention_over_the_kept_numbers(
     decoder = TokenScaledDecoder(llama, tokens, kept, full, name=name, scales=[])
     # Processors round differently: a number that fp8 stores a step higher moves logprobs by 1e-3.
     follow(decoder, output, within=5e-3 if name == FP8 else 2e-3)
+
+
+class LessTheMeanDecoder(mean_keys.LessTheMean, TokenScaledDecoder):
+    """A decoder of keys that are stored less their mean."""
+
+
+@pytest.mark.parametrize(("name", "kernels"), [(INT8, "torch"), (INT4, "triton")])
+def test_keys_with_a_bias_are_stored_less_the_mean_key(
+    model_directory: Path, run_gpu_path: Run, name: str, kernels: str
+) -> None:
+    model, tokens = mean_keys.build(model_directory), prompt(130, seed=1)
+    report = run_gpu_path(
+        model,
+        [[request("a", tokens, 4)]],
+        settings={"policy": "snapkv", "budget": 0.25},
+        record_kept=True,
+        kernels=kernels,
+        kv_cache_dtype=name,
+        **TYPES,
+    )
+    kept = kept_positions(report["kept"], len(report["kept"]))
+    context = model, tokens, kept, len(tokens) // BLOCK * BLOCK
+    LessTheMeanDecoder.means = mean_keys.mean_keys(model)
+    decoder = LessTheMeanDecoder(*context, name=name, scales=[])
+    follow(decoder, report["outputs"]["a"], within=5e-3)
+    whole_keys = TokenScaledDecoder(*context, name=name, scales=[])
+    with pytest.raises(AssertionError):
+        follow(whole_keys, report["outputs"]["a"], within=5e-3)
 
 
 @pytest.mark.parametrize(

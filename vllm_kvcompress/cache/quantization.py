@@ -11,9 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm_kvcompress.kernels.common.rotary import Rotary
 
 # By vLLM's names: the type of the numbers in a page.
 FP8_TYPES = {
@@ -28,6 +32,7 @@ TOKEN_SCALED_TYPES = {
     INT4: torch.uint8,
 }
 SCALE_BYTES = 4  # of a token's key, and of its value
+MEAN_POSITIONS = 4096  # of the rotated bias of keys
 
 
 def row_bytes(name: str, head_size: int) -> int | None:
@@ -43,6 +48,19 @@ def random_codes(*shape: int) -> Tensor:
     """Returns random bytes that are finite in every fp8 type, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(8, 120, shape, generator=generator).to(torch.uint8)
+
+
+def mean_key(bias: Tensor, rotary: Rotary) -> Tensor:
+    """Returns the [H, D] mean of a bias of keys, rotated to each of `MEAN_POSITIONS` positions.
+
+    It is subtracted from keys before they are stored: rounding errors grow with the largest element
+    of a key, and elements of such a bias are far larger than the rest (up to 360 in Qwen2.5-Coder).
+    A softmax stays the same if the same is subtracted from all of its logits, so attention is that
+    of whole keys. SageAttention (arXiv 2410.02367) subtracts the mean of the keys that it attends
+    to, which a cache does not know yet.
+    """
+    mean = bias.float() @ rotary.averaged(MEAN_POSITIONS, bias.shape[1])
+    return mean.to(bias.dtype)
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,11 +17,18 @@ from vllm_kvcompress.cache.quantization import (
     LayerScaled,
     Quantization,
     TokenScaled,
+    mean_key,
 )
 from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.compat.config import reason_against_cpu_cache
-from vllm_kvcompress.vllm_plugin.compat.layers import cache_scales, int4_rotates_back
+from vllm_kvcompress.vllm_plugin.compat.layers import (
+    cache_scales,
+    int4_rotates_back,
+    key_bias,
+    rotary_embedding,
+)
 
 PLAIN_TYPES = ("auto", "bfloat16", "float16")
 KNOWN_TYPES = ("fp8", *TOKEN_SCALED_TYPES)
@@ -46,6 +54,19 @@ def quantization_of(layers: list[Any], vllm_config: VllmConfig) -> Quantization 
         return None
     rotates_back = int4_rotates_back(layers[0]) if name == INT4 else None
     return TokenScaled(TOKEN_SCALED_TYPES[name], dtype, rotates_back)
+
+
+def set_mean_keys(layers: list[Any], model: Any, vllm_config: VllmConfig) -> None:
+    """Has layers whose keys have a bias store them less the mean key.
+
+    Not where connectors may bring keys that others have stored whole, or where logits are capped,
+    whose differences then depend on the mean; nor with a rotation that is not known.
+    """
+    for layer in [] if vllm_config.kv_transfer_config is not None else layers:
+        bias = None if layer.impl.logits_soft_cap else key_bias(model, layer)
+        if bias is not None:
+            with suppress(UnsupportedError):
+                layer.impl.mean_key = mean_key(bias, rotary_embedding(model, layer))
 
 
 def key_dtype(spec: AttentionSpec, vllm_config: VllmConfig) -> torch.dtype:
