@@ -20,9 +20,21 @@ def speculation(method: str, path: Path | str | None) -> dict[str, Any]:
 
 
 def build(directory: Path, method: str) -> tuple[str, dict[str, Any]]:
-    """Returns a model's directory, and the speculative config of what drafts for it."""
+    """Returns a model's directory, and the speculative config of what drafts for it.
+
+    Beside methods there are "latent", an MTP layer of a model with MLA layers; "windows", a layer
+    of a model that has sliding windows in others; and "sinks", another model for one with sinks and
+    windows, which accepts next to nothing.
+    """
     if method == "mtp":
         return str(with_mtp_layer(directory / "mimo")), speculation(method, None)
+    if method == "latent":
+        return str(with_latent_mtp_layer(directory / method)), speculation("mtp", None)
+    if method == "windows":
+        return with_windows(directory / method)
+    if method == "sinks":
+        _, drafts = build(directory / method, "draft_model")
+        return str(tiny_models.build("gpt_oss", directory / method)), drafts
     model = directory / "few-changes" / "llama"
     if not model.exists():
         tiny_models.build("llama", model.parent, change=damp_later_layers)
@@ -30,6 +42,23 @@ def build(directory: Path, method: str) -> tuple[str, dict[str, Any]]:
     draft.mkdir()
     {"draft_model": first_layer, "eagle": eagle_head, "eagle3": eagle3_head}[method](model, draft)
     return str(model), speculation(method, draft)
+
+
+def with_windows(directory: Path) -> tuple[str, dict[str, Any]]:
+    """Writes a model whose first layer, of full attention, drafts for it."""
+
+    def damp(model: Any) -> None:
+        for layer in model.model.layers[1:]:
+            layer.post_attention_layernorm.weight.data.fill_(-0.98)  # of which it takes 1 + w
+            layer.post_feedforward_layernorm.weight.data.fill_(-0.98)
+
+    kinds = ["full_attention", "sliding_attention"]
+    model = tiny_models.build("gemma3", directory, change=damp, layer_types=kinds * 2)
+    draft = directory / "draft"
+    AutoModelForCausalLM.from_pretrained(
+        model, num_hidden_layers=1, layer_types=kinds[:1]
+    ).save_pretrained(draft)
+    return str(model), speculation("draft_model", draft)
 
 
 def damp_later_layers(model: Any) -> None:
@@ -79,6 +108,25 @@ def with_mtp_layer(directory: Path) -> Path:
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         weights[f"{prefix}{name}.weight"] = torch.ones(size)
     weights[f"{prefix}input_proj.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def with_latent_mtp_layer(directory: Path) -> Path:
+    """Writes a model whose layers, and the MTP layer that guesses the same, have latent rows."""
+    changes: dict[str, Any] = {"model_type": "deepseek_v3", "first_k_dense_replace": 4}
+    model = tiny_models.build("deepseek_v2", directory, change=damp_later_layers, **changes)
+    config = json.loads((model / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    size, prefix = config["hidden_size"], f"model.layers.{config['num_hidden_layers']}."
+    weights = load_file(model / "model.safetensors")
+    weights |= weights_of_first_layer(model, prefix) | {
+        f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
+        f"{prefix}eh_proj.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{prefix}{name}.weight"] = torch.ones(size)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     return model
 

@@ -158,7 +158,7 @@ def build(
 
     Attention is made sharper than at initialisation, so that which tokens are kept matters, and
     in half of the heads diffuse, so that heads deserve different budgets. `change` is called with
-    the model before it is written.
+    the model before it is written. Raises ValueError where another model is at its place.
     """
     settings: dict[str, Any] = {**COMMON, **FAMILIES[family], **overrides}
     torch.manual_seed(seed)
@@ -180,7 +180,10 @@ def build(
     if change is not None:
         change(model)
     target = directory / family
+    before = {each: each.read_bytes() for each in target.glob("*")}
     model.save_pretrained(target)
+    if any(each.read_bytes() != content for each, content in before.items()):
+        raise ValueError(f"expected one model in {target}, got two; give them directories")
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

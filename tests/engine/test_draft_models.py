@@ -53,6 +53,29 @@ def test_outputs_with_a_draft_model_are_those_without(drafting: Drafting, run_en
         check_drafted(report, plain)
 
 
+@pytest.mark.parametrize("model", ["windows", "sinks"])
+def test_sliding_windows_beside_what_is_compressed(
+    model: str, drafting: Drafting, run_engine: Run, outputs_without: Run
+) -> None:
+    """Prefix hits are of the model's two kinds of layers and of the draft's.
+
+    Stock vLLM's runner for CPUs gives other outputs with drafts for such models than without.
+    """
+    served, drafts = drafting(model)
+    report = run_engine(
+        served,
+        PHASES,
+        settings=COMPRESSED,
+        speculative_config=drafts,
+        probes=[NOTED],
+        environment=CHECKED,
+    )
+    plain = outputs_without(served)
+    check_drafted(report, plain)
+    for name in ("second", "again"):  # in blocks of 64 tokens
+        assert report["outputs"][name]["cached"] == plain["outputs"][name]["cached"] // 64 * 64 > 0
+
+
 def test_prefix_hits_and_preemption(drafting: Drafting, run_engine: Run) -> None:
     """A hit is one of both models; a preempted request reads everything again in both."""
     common = prompt(700, seed=7)
@@ -112,3 +135,32 @@ def test_uncompressed_requests_accept_what_stock_vllm_does(
         assert report["drafts"] == stock["drafts"]
         for name, expected in stock["outputs"].items():
             assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_ranks_draft_what_one_does(method: str, drafting: Drafting, run_engine: Run) -> None:
+    """Tensor parallel: drafts, events and outputs are those of one rank, after a prefix hit too.
+
+    The policy keeps as much for every head; others divide a rank's memory among its own heads.
+    """
+    served, drafts = drafting(method)
+    ours = {**settings("chunk:128,decode:20"), "policy": "snapkv", "request_policies": POLICIES}
+    given = {"settings": ours, "speculative_config": drafts, "probes": [NOTED]}
+    phases = [[request("first", prompt(700, 0), 80), request("other", prompt(333, 1), 80)]]
+    phases.append(PHASES[1])
+    one = run_engine(served, phases, environment=CHECKED, **given)
+    two = run_engine(
+        served,
+        phases,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", **CHECKED},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        **given,
+    )
+    assert 0 < two["drafts"][1] < two["drafts"][0]
+    assert two["drafts"] == one["drafts"]
+    assert two["positions"] == one["positions"]
+    assert two["outputs"]["second"]["cached"] == one["outputs"]["second"]["cached"] > 0
+    for name, expected in one["outputs"].items():
+        assert two["outputs"][name]["tokens"] == expected["tokens"], name
+    assert two["free_at_end"] == two["num_blocks"] - 1

@@ -28,6 +28,8 @@ from tests.engine.latent_oracle import (
     check_decoding,
     records,
 )
+from tests.engine.test_speculation import NGRAM, NOTED, REPEATING
+from tests.tiny_models import prompt
 
 POLICIES = ["snapkv", "keydiff", "h2o", "spans", "adakv+criticalkv", "leverage", "knorm"]
 SETTINGS = settings_for(POLICIES)
@@ -152,3 +154,32 @@ def test_ranks_keep_rows_by_their_own_query_heads(
     one_rank = report["outputs"]["keydiff"]["tokens"]
     assert ranks["outputs"]["keydiff"]["tokens"] == one_rank, "keys are the same on all ranks"
     check_decoding(RanksDecoder(model, LONG, 11 * BLOCK), ranks, "tova", {})
+
+
+@pytest.mark.parametrize("drafts", [NGRAM, REPEATING], ids=["ngram", "own-class"])
+def test_drafts_are_verified_over_kept_rows(
+    model: str, run_engine: Run, drafts: dict[str, Any]
+) -> None:
+    """Outputs and event positions are those without drafts, which are read as a chunk is.
+
+    Prompts are read in one step: stock vLLM with drafts never schedules longer ones on CPUs.
+    """
+    tova = {"policy": "tova", "budget": 0.25, "trigger": "chunk:128,decode:20"}
+    requests = [
+        request("tova", prompt(700, 0), 60),
+        request("keys", prompt(333, 1), 60, xargs={"kv_policy": "keydiff"}),
+        request("whole", prompt(200, 2), 60, xargs={"kv_policy": "none"}),
+    ]
+    given: dict[str, Any] = {
+        "settings": {**tova, "request_policies": ["keydiff", "none"]},
+        "probes": [NOTED],
+        "environment": {"KVCOMPRESS_CHECK": "1"},
+        "max_num_batched_tokens": 1400,
+        **ENGINE,
+    }
+    plain = run_engine(model, [requests], **given)
+    found = run_engine(model, [requests], speculative_config=drafts, **given)
+    assert 0 < found["drafts"][1] < found["drafts"][0]
+    assert sorted(found["positions"]) == sorted(plain["positions"])
+    for name, expected in plain["outputs"].items():
+        assert found["outputs"][name]["tokens"] == expected["tokens"], name

@@ -25,7 +25,9 @@ STAGES: dict[str, Any] = {
 
 def environment(layers: str, **more: str) -> dict[str, str]:
     """Returns variables for two stages of so many layers each."""
-    return {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PP_LAYER_PARTITION": layers, **more}
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PP_LAYER_PARTITION": layers}
+    # To look up what was compiled before, both would read all sources of torch and Triton.
+    return {**bound, "VLLM_USE_AOT_COMPILE": "0", **more}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

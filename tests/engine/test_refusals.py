@@ -14,18 +14,32 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from tests import tiny_models
+from tests.conftest import Drafting
+from tests.engine.host_memory import KeepingConnector
 from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.compat.layers import cache_scales, shared_caches, view_scales
 from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
-from vllm_kvcompress.vllm_plugin.startup import registration
-from vllm_kvcompress.vllm_plugin.startup.connector_refusals import REFUSED, SERVED
+from vllm_kvcompress.vllm_plugin.startup import draft_refusals, registration
+from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
+    KEEPS,
+    REFUSED,
+    SENDS,
+    STORES,
+)
 from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
+    check_classes,
     check_groups,
     check_latents,
     check_layer,
@@ -34,6 +48,7 @@ from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
 from vllm_kvcompress.vllm_plugin.startup.quantized import reasons_against
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.worker_side.attention.latent_gpu import check_strides
+from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
 MLA = {
@@ -81,6 +96,13 @@ MAMBA = {
     "vocab_size": 256,
     "hidden_size": 64,
     "num_hidden_layers": 2,
+}
+STEP = {**COMMON, **FAMILIES["llama"], "architectures": ["Step1ForCausalLM"]}
+LOOK_BACK = {
+    **COMMON,
+    **FAMILIES["gemma3"],
+    "architectures": ["Rnj1ForCausalLM"],
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
 }
 ALIBI = {
     "model_type": "bloom",
@@ -134,13 +156,17 @@ def connector(name: str, **extra: Any) -> dict[str, Any]:
     return {"kv_transfer_config": config}
 
 
+CONSUMER = connector("NixlConnector")
+CONSUMER["kv_transfer_config"]["kv_role"] = "kv_consumer"
+
+
 def test_every_connector_of_vllm_is_served_or_refused_with_a_reason(llama: str) -> None:
     known = set(KVConnectorFactory._registry)
-    assert known == {*SERVED, *REFUSED, "MultiConnector"}
+    assert known == {*STORES, *SENDS, KEEPS, *REFUSED, "MultiConnector"}
     for name in known - {"MultiConnector"}:
-        config = engine_config(llama, SETTINGS, **connector(SERVED[0]))
+        config = engine_config(llama, SETTINGS, **connector(STORES[0]))
         config.kv_transfer_config.kv_connector = name
-        if name in SERVED:
+        if name in (*STORES, *SENDS, KEEPS):
             check_engine(config)
             continue
         with pytest.raises(UnsupportedError, match=f"{name} .*; use .* or serve without"):
@@ -153,22 +179,40 @@ def test_every_connector_of_vllm_is_served_or_refused_with_a_reason(llama: str) 
         (
             "llama",
             {},
-            connector("MultiConnector", connectors=[connector("NixlConnector")]),
-            "NixlConnector hands",
+            connector("MultiConnector", connectors=[connector("MooncakeConnector")]),
+            "MooncakeConnector was not run",
         ),
-        ("llama", {"policy": "none", "read": "quest:0.25"}, connector(SERVED[0]), "--kv-read"),
-        ("gemma3", {}, connector(SERVED[0]), "one kind of layers.*use OffloadingConnector"),
+        ("llama", {"policy": "none", "read": "quest:0.25"}, connector(STORES[0]), "--kv-read"),
+        ("gemma3", {}, connector(STORES[0]), "one kind of layers.*use OffloadingConnector"),
         ("gemma3", {}, connector("OffloadingConnector"), None),
+        ("gemma3", {}, connector("NixlConnector"), "has layers that cannot go back"),
+        ("llama", {"trigger": "chunk:64"}, connector("NixlConnector"), "use --kv-trigger prompt"),
+        ("llama", {"ceiling": 512}, connector("NixlConnector"), "kv_consumer.*, found kv_both"),
+        ("llama", {"ceiling": 512}, CONSUMER, None),
+        ("gemma3", {}, connector(KEEPS), "has layers that cannot go back"),
+        ("llama", {"trigger": "chunk:64"}, connector(KEEPS), None),
+        (
+            "llama",
+            {},
+            connector("MultiConnector", connectors=[connector(KEEPS)]),
+            "use it alone",
+        ),
     ],
-    ids=["several", "read", "window-layers", "hybrid"],
+    ids=[
+        *("several", "read", "window-layers", "hybrid"),
+        *("sent-to-other-layers", "chunks", "producer-under-a-ceiling", "consumer"),
+        *("kept-of-other-layers", "kept-with-chunks", "kept-beside-others"),
+    ],
 )
 def test_what_connectors_exclude(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     family: str,
     settings: dict[str, Any],
     options: dict[str, Any],
     reason: str | None,
 ) -> None:
+    monkeypatch.setitem(KVConnectorFactory._registry, KEEPS, lambda: KeepingConnector)
     children = options["kv_transfer_config"]["kv_connector_extra_config"].get("connectors", ())
     for child in children:
         child |= child.pop("kv_transfer_config", {})
@@ -204,11 +248,20 @@ def test_connectors_of_other_packages_have_to_be_made_of_one_that_is_served(llam
             {"speculative_config.method": "dflash"},
             "with dflash was not run.*use draft_model or eagle or eagle3 or mtp or ngram or",
         ),
-        ({}, {"scheduler_config.async_scheduling": True}, "drafts.*add --no-async-scheduling"),
+        ({}, {"scheduler_config.async_scheduling": True}, None),
+        (
+            {"trigger": "prompt,decode:32"},
+            {"scheduler_config.async_scheduling": True},
+            "planned before the number of accepted drafts.*prompt alone, or add --no-async",
+        ),
+        ({"ceiling": 128}, {"scheduler_config.async_scheduling": True}, "a ceiling or the end of"),
         ({"trigger": "pressure:0.5"}, {}, "--kv-trigger pressure.*oldest of the queries.*decode:N"),
         ({"read": "quest:0.25"}, {}, "--kv-read.*one query of a request.*remove one of the two"),
     ],
-    ids=["ngram", "dflash", "asynchronous", "pressure", "read"],
+    ids=[
+        *("ngram", "dflash", "asynchronous", "asynchronous-decode", "asynchronous-ceiling"),
+        *("pressure", "read"),
+    ],
 )
 def test_speculative_methods_and_triggers_beside_them_are_checked(
     llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
@@ -243,18 +296,20 @@ def mtp(**fields: object) -> dict[str, Any]:
         ({}, CUDA, None),
         ({}, {**CUDA, "runner": "V1"}, "vLLM chooses.*expected model runner V2.*unset both, or"),
         ({}, CUDA | TRITON, "vLLM chooses.*no attention_backend"),
-        ({}, {"parallel_config.tensor_parallel_size": 2}, "one rank only; use one, or"),
+        ({}, {"parallel_config.tensor_parallel_size": 2}, None),
+        ({}, {"parallel_config.pipeline_parallel_size": 2}, "last stage only.*tensor-parallel"),
         ({}, {"speculative_config.parallel_drafting": True}, "masked tokens.*leave it out, or"),
+        ({}, {"model_config.hf_text_config.num_kv_shared_layers": 2}, "layers share caches"),
         ({}, mtp(model_type="gemma4_mtp"), "layers read the model's cache.*, or use"),
         ({}, mtp(num_nextn_predict_layers=2), "each draft one token.*num_speculative_tokens 1, or"),
         ({}, mtp(num_nextn_predict_layers=1), None),
-        ({}, {"kv_transfer_config": connector(SERVED[0])}, "blocks of two sizes; remove one"),
+        ({}, {"kv_transfer_config": connector(STORES[0])}, "blocks of two sizes; remove one"),
         ({"reuse_contexts": True}, {}, "--kv-reuse-contexts with a draft model.*or use"),
         ({"reuse_conversations": "anew"}, {}, "--kv-reuse-conversations with a draft model"),
     ],
     ids=[
-        *("none", "gpu", "runner-v1", "backend", "ranks", "parallel", "shared-cache"),
-        *("several-layers", "one-layer", "connector", "contexts", "conversations"),
+        *("none", "gpu", "runner-v1", "backend", "ranks", "stages", "parallel", "sharing"),
+        *("shared-cache", "several-layers", "one-layer", "connector", "contexts", "conversations"),
     ],
 )
 def test_what_a_draft_model_excludes(
@@ -276,6 +331,22 @@ def test_what_a_draft_model_excludes(
         check_engine(config)
         return
     with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+def test_latent_rows_are_in_both_models_or_in_neither(
+    llama: str, drafting: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs MTP layers of a model with MLA draft; vLLM's kernel for CPUs takes short blocks."""
+    latent, drafts = drafting("latent")
+    config = engine_config(latent, {**SETTINGS, "policy": "snapkv"}, speculative_config=drafts)
+    with pytest.raises(UnsupportedError, match=r"kernel for CPUs.*or use --speculative.*ngram"):
+        check_engine(config)
+    monkeypatch.setattr(draft_refusals, "takes_cpu_mla", lambda _: False)
+    check_engine(config)
+    drafts = {"method": "draft_model", "model": llama, "num_speculative_tokens": 2}
+    config = engine_config(latent, {**SETTINGS, "policy": "snapkv"}, speculative_config=drafts)
+    with pytest.raises(UnsupportedError, match="in both the model and its draft model or in nei"):
         check_engine(config)
 
 
@@ -455,24 +526,41 @@ def test_fp8_scales_per_head_are_refused() -> None:
         cache_scales([layer])
 
 
-def test_linear_attention_beside_mla_is_refused_on_gpus() -> None:
-    model = SimpleNamespace(
-        use_mla=True,
-        is_hybrid=True,
-        architecture="KimiLinearForCausalLM",
-        hf_text_config=SimpleNamespace(),
+def test_layers_that_call_attention_kernels_by_themselves_are_refused() -> None:
+    class MultiHeadLatentAttention:
+        """A layer of Kimi Linear on GPUs."""
+
+    with pytest.raises(
+        UnsupportedError,
+        match=r"layers.0.attn: .* MultiHeadLatentAttention, .*without --kv-policy",
+    ):
+        check_classes({"layers.0.attn": MultiHeadLatentAttention()})
+
+
+def test_layers_that_keep_every_token_by_themselves_are_refused(llama: str) -> None:
+    """Beside vLLM's attention, which is compressed, or alone, as in Inkling."""
+
+    class InklingAttention:
+        """A layer whose cache is plain full attention's, by a backend of no compression."""
+
+    config = engine_config(llama, SETTINGS)
+    config.compilation_config.static_forward_context["layers.0.attn"] = InklingAttention()
+    shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    window = SlidingWindowSpec(**shape, sliding_window=64)
+    groups = WorkerCompression(config, Settings.from_dict(SETTINGS))
+    with pytest.raises(UnsupportedError, match="no layer in which every token attends"):
+        groups.compressed_groups([KVCacheGroupSpec(["layers.0.attn"], window)])
+    full = KVCacheGroupSpec(["layers.0.attn"], FullAttentionSpec(**shape))
+    for every in (full, KVCacheGroupSpec(full.layer_names, wrapped(full.kv_cache_spec))):
+        with pytest.raises(UnsupportedError, match=r"layers.0.attn: expected.*InklingAttention"):
+            groups.compressed_groups([every])
+
+
+def wrapped(spec: FullAttentionSpec) -> UniformTypeKVCacheSpecs:
+    """Returns a layer's spec as vLLM wraps it where pages of layers differ in size."""
+    return UniformTypeKVCacheSpecs(
+        block_size=spec.block_size, kv_cache_specs={"layers.0.attn": spec}
     )
-    config: Any = SimpleNamespace(
-        model_config=model,
-        device_config=SimpleNamespace(device_type="cuda"),
-        attention_config=SimpleNamespace(backend=AttentionBackendEnum.CPU_MLA),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
-    )
-    (reason,) = reasons_against_latents(
-        config, Settings.from_dict({**SETTINGS, "policy": "snapkv"})
-    )
-    assert re.search("beside Mamba or linear-attention.*without --kv-policy", reason)
 
 
 def test_latent_layers_that_the_configuration_does_not_tell_of_are_refused() -> None:
@@ -513,8 +601,10 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
         (PREFIX_LM, "image see each other.*attention for CPUs.*alone with --language-model-only"),
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
         (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
+        (STEP, "Step1ForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
+        (LOOK_BACK, "within chunks and the chunk before.*serve this model without --kv-policy"),
     ],
-    ids=["prefix-LM", "attention-free", "ALiBi"],
+    ids=["prefix-LM", "attention-free", "ALiBi", "unsaid-ALiBi", "look-back"],
 )
 def test_models_that_cannot_be_compressed_are_refused(
     tmp_path: Path, model: dict[str, Any], reason: str

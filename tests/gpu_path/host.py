@@ -40,13 +40,14 @@ backends["cpu"] = SimpleNamespace(driver=Driver)
 
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # vLLM sizes launches by it
 
+from tests import interpreter  # noqa: E402
 from tests.engine import engine_process  # noqa: E402
 from tests.gpu_path.flash_attention import replace_flash_kernels  # noqa: E402
 from tests.gpu_path.stand_ins import replace_device  # noqa: E402
 from tests.gpu_path.torch_kernels import replace_triton_kernels  # noqa: E402
 from vllm_kvcompress.vllm_plugin.compat.engine import ENGINE_MODULES  # noqa: E402
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm  # noqa: E402
-from vllm_kvcompress.vllm_plugin.worker_side.attention import base  # noqa: E402
+from vllm_kvcompress.vllm_plugin.worker_side.attention import base, gpu_warm_up  # noqa: E402
 
 MODULES = (
     *ENGINE_MODULES,
@@ -55,10 +56,17 @@ MODULES = (
     "vllm.v1.attention.backends.triton_attn",
     "vllm_kvcompress.vllm_plugin.worker_side.attention.gpu_triton",
 )
+
+
+def warm_up_less() -> None:
+    """Warms up one layer: interpreted, no kernel is compiled by where its rows begin."""
+    gpu_warm_up.LAYERS = 1
+
+
 TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 REPLACED = {
-    "triton": (TRITON, lambda: None),
+    "triton": (TRITON, warm_up_less),
     "torch": (TRITON, replace_triton_kernels),
     "flash2": (FLASH, lambda: replace_flash_kernels(2)),
     "flash3": (FLASH, lambda: replace_flash_kernels(3)),
@@ -70,6 +78,7 @@ base.MIN_RUN_TOKENS = 16  # the prompts of a step here have few
 def main() -> None:
     """Answers until its input ends."""
     answer_for_vllm()
+    interpreter.speed_up()
     for name in MODULES:
         importlib.import_module(name)
     print("ready", flush=True)

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests.gpu_path.torch_kernels import replace_latent_operators
 from tests.live_bytes import LiveBytes
-from vllm_kvcompress.vllm_plugin.startup import latent_refusals, refusals
+from vllm_kvcompress.vllm_plugin.startup import draft_refusals, latent_refusals, refusals
 
 MIB = 2**20
 FREE_BYTES, REQUESTED_BYTES, CONSUMED_BYTES = 2048 * MIB, 1280 * MIB, 1024 * MIB
@@ -92,7 +92,7 @@ def replace_device(stock_backend: str) -> None:
 def _serve_latents_as_on_gpus() -> None:
     """vLLM's CPU platform sets a block size for MLA, and switches off what needs its contexts."""
     replace_latent_operators()
-    latent_refusals.takes_amx_mla = lambda *_: False
+    latent_refusals.takes_amx_mla = draft_refusals.takes_cpu_mla = lambda *_: False
     update = type(current_platform).check_and_update_config
 
     def updating(config: Any) -> None:

@@ -12,6 +12,7 @@ from tests.engine.conftest import request
 from tests.engine.test_draft_models import WHOLE
 from tests.engine.test_speculation import CHECKED, NGRAM, NOTED
 from tests.gpu_path.conftest import Run
+from tests.gpu_path.test_latent import ENGINE
 from tests.tiny_models import prompt
 
 PHASES = [
@@ -71,3 +72,92 @@ def test_outputs_with_layers_that_draft_are_those_without(
     stock = run_gpu_path(served, PHASES[1:], **how)
     for name in ("whole", "again"):
         assert report["drafted"][name] == stock["drafted"][name], name
+
+
+PROMPTS_ONLY: dict[str, Any] = {
+    "settings": {**SETTINGS, "trigger": "prompt", "request_policies": ["none"]},
+    "environment": CHECKED,
+    "probes": [NOTED, "drafted"],
+}
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "windows", "sinks"])
+def test_asynchronous_steps_are_planned_before_drafts_are_accepted(
+    method: str, drafting: Drafting, run_gpu_path: Run
+) -> None:
+    """Where events are those of prompts, whose lengths are known whatever is accepted."""
+    served, drafts = drafting(method)
+    plain = run_gpu_path(served, PHASES, **PROMPTS_ONLY)
+    report = run_gpu_path(served, PHASES, **PROMPTS_ONLY, speculative_config=drafts)
+    assert 0 < report["drafts"][1] < report["drafts"][0]
+    assert report["prompt_events"] == {"after_first_token": 3}
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+    stock = run_gpu_path(
+        served, PHASES[1:], probes=PROMPTS_ONLY["probes"], speculative_config=drafts
+    )
+    for name in ("whole", "again"):
+        assert report["drafted"][name] == stock["drafted"][name], name
+
+
+@pytest.mark.parametrize("how", ["ngram", "mtp"])
+def test_drafts_are_verified_in_mla_layers(how: str, drafting: Drafting, run_gpu_path: Run) -> None:
+    """Requests verify different numbers of tokens, some over kept rows and some over all."""
+    served, drafts = drafting("latent")
+    settings = {"policy": "snapkv", "budget": 0.25, "request_policies": ["none", "keydiff"]}
+    phases = [
+        [
+            request("a", prompt(170, seed=1), 36),
+            request("b", prompt(250, seed=2), 30, at_step=3, xargs={"kv_policy": "keydiff"}),
+            request("beside", prompt(120, seed=5), 36, at_step=5, **WHOLE),
+        ],
+        *PHASES[1:],
+    ]
+    with_events = {"ngram": "chunk:64,decode:12", "mtp": "prompt"}[how]
+    given: dict[str, Any] = {
+        "asynchronous": how == "mtp",
+        "probes": PROMPTS_ONLY["probes"],
+        **ENGINE,
+    }
+    ours = {"settings": {**settings, "trigger": with_events}, "environment": CHECKED, **given}
+    speculation = NGRAM if how == "ngram" else drafts
+    plain = run_gpu_path(served, phases, **ours)
+    report = run_gpu_path(served, phases, **ours, speculative_config=speculation)
+    assert 0 < report["drafts"][1] < report["drafts"][0]
+    assert len(report["events"]) == len(plain["events"]) > 0
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+    if how == "mtp":
+        stock = run_gpu_path(
+            served,
+            PHASES[1:],
+            **given,
+            speculative_config=speculation,
+            attention_backend="TRITON_MLA",
+        )
+        for name in ("whole", "again"):
+            assert report["drafted"][name] == stock["drafted"][name], name
+
+
+def test_preempted_requests_draft_in_asynchronous_steps(
+    drafting: Drafting, run_gpu_path: Run
+) -> None:
+    """They read prompt and answer again, whose event comes at the same place."""
+    served, drafts = drafting("draft_model")
+    requests = [request(f"r{i}", prompt(60 + 20 * i, seed=i), 100) for i in range(5)]
+    plain = run_gpu_path(served, [requests], **PROMPTS_ONLY)
+    report = run_gpu_path(
+        served,
+        [requests],
+        **PROMPTS_ONLY,
+        speculative_config=drafts,
+        num_gpu_blocks_override=34,
+        max_model_len=400,
+    )
+    assert report["preemptions"] > 0
+    assert report["drafts"][1] > 0
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
@@ -19,6 +24,8 @@ from vllm_kvcompress.vllm_plugin.spec import (
 )
 
 SETTINGS = Settings.from_dict({"policy": "adakv", "budget": 0.25})
+SHAPE = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 
 
 def compressed(num_heads: int = 2, block_size: int = 32) -> CompressedAttentionSpec:
@@ -115,8 +122,35 @@ def test_models_that_do_not_fit_together_are_refused() -> None:
     mixed = layers(2, 2, compressed()) | {"draft.1": compressed(1)}
     with pytest.raises(UnsupportedError, match="one size of cache in the draft model"):
         with_draft_layers(mixed, {"draft.0", "draft.1"})
-    window = SlidingWindowSpec(
-        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
-    )
-    with pytest.raises(UnsupportedError, match=r"in the model, found.*\(Comp.*Slid.*; use ngram"):
-        with_draft_layers({**layers(2, 1, compressed()), "model.1": window}, {"draft.0"})
+    for other, reason in (
+        (
+            ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+            "found Chunked.*, Compressed",
+        ),
+        (
+            SlidingWindowSpec(**SHAPE | {"head_size": 64}, sliding_window=64),
+            "pages of another size",
+        ),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"{reason}.*; use ngram"):
+            with_draft_layers({**layers(2, 1, compressed()), "model.1": other}, {"draft.0"})
+    with pytest.raises(UnsupportedError, match=r"in the draft model.*found Sliding"):
+        with_draft_layers({**layers(2, 1, compressed()), "draft.0": WINDOW}, {"draft.0"})
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_windows", "num_draft_layers", "sizes"),
+    [(12, 12, 1, [1, 12, 12]), (4, 20, 1, [1, 4, *[4] * 5]), (3, 3, 3, [3, 3, 3])],
+)
+def test_sliding_windows_have_the_groups_that_they_have_without_drafts(
+    num_full: int, num_windows: int, num_draft_layers: int, sizes: list[int]
+) -> None:
+    """The compressed layers stay in one group, whose blocks are as large as before."""
+    specs = layers(num_full, num_draft_layers, compressed())
+    specs |= {f"window.{i}": WINDOW for i in range(num_windows)}
+    groups = groups_of(with_draft_layers(specs, [name for name in specs if "draft" in name]))
+    assert [len(group.layer_names) for group in groups] == sizes
+    bytes_of = [
+        sum(specs[name].page_size_bytes for name in group.layer_names) for group in groups[1:]
+    ]
+    assert set(bytes_of) == {num_full * compressed().page_size_bytes}

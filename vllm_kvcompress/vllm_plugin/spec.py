@@ -240,6 +240,14 @@ def compressed_specs(spec: KVCacheSpec) -> list[CompressedAttentionSpec]:
     return [each for number, each in enumerate(compressed) if each not in compressed[:number]]
 
 
+def has_full_attention(spec: KVCacheSpec) -> bool:
+    """Whether a cache group has layers that keep every token, compressed or not."""
+    layers = [spec]
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        layers = list(spec.kv_cache_specs.values())
+    return any(isinstance(each, FullAttentionSpec) for each in layers)
+
+
 def unwrap_equal_specs(groups: list[KVCacheGroupSpec]) -> None:
     """Replaces each cache group's wrapped specs by one of them where all are equal.
 
@@ -320,7 +328,8 @@ def with_draft_layers(
     vLLM makes those that come first the first cache group, whose block table it hands to draft
     models. MTP layers come last, by which it finds the group whose last block no hit takes. All
     groups take blocks of one size, that of all compressed layers, so one block of theirs holds the
-    tokens of several: as many as fit, within `MAX_DRAFT_BLOCK`.
+    tokens of several: as many as fit, within `MAX_DRAFT_BLOCK`. The model's sliding windows keep
+    their specs.
 
     Args:
         specs: by name of all layers, those of draft layers as if they were compressed.
@@ -328,15 +337,23 @@ def with_draft_layers(
         drafts_last: whether these come last.
 
     Raises:
-        UnsupportedError: layers of either model do not have one and the same cache, or the draft
-            model's is larger than the model's.
+        UnsupportedError: layers of full attention of either model do not have one and the same
+            cache, the draft model's is larger than the model's, or other layers lie beside them
+            than sliding windows with pages as large.
     """
     if not drafts:
         return dict(specs)
     others = {name: spec for name, spec in specs.items() if name not in drafts}
-    target = _only_spec(others.values(), "the model")
+    full = [spec for spec in others.values() if not isinstance(spec, SlidingWindowSpec)]
+    target = _only_spec(full, "the model")
+    if any(spec.page_size_bytes != target.page_size_bytes for spec in others.values()):
+        raise UnsupportedError(
+            "drafts of a model: its sliding windows have pages of another size than its full "
+            "attention, and compressed requests were seen to read freed pages beside such drafts; "
+            "use ngram, or serve without --kv-policy."
+        )
     draft = _only_spec([specs[name] for name in drafts], "the draft model")
-    room, needed = len(others) * target.page_size_bytes, len(drafts) * draft.page_size_bytes
+    room, needed = len(full) * target.page_size_bytes, len(drafts) * draft.page_size_bytes
     if needed > room:
         raise UnsupportedError(
             f"the draft model's cache takes {needed} bytes per {draft.block_size} tokens: expected "
@@ -348,7 +365,7 @@ def with_draft_layers(
     fields = {name: getattr(draft, name) for name in FullAttentionSpec.__dataclass_fields__}
     fields["block_size"] = factor * draft.block_size
     spec = DraftAttentionSpec(**fields)
-    if spec.page_size_bytes == target.page_size_bytes and len(drafts) != len(others):
+    if spec.page_size_bytes == target.page_size_bytes and len(drafts) != len(full):
         # Where all pages have one size, vLLM divides layers into groups of equally many.
         fields["page_size_padded"] = spec.page_size_bytes + PAGE_PADDING
         spec = DraftAttentionSpec(**fields)
@@ -357,16 +374,17 @@ def with_draft_layers(
 
 
 def _only_spec(specs: Collection[KVCacheSpec], owner: str) -> CompressedAttentionSpec:
-    """Returns the spec that all layers of a model beside or with a draft model have.
+    """Returns the spec that all of these layers of a model beside or with a draft model have.
 
     Raises:
-        UnsupportedError: they have several, or are not of plain full attention.
+        UnsupportedError: they have several, or are not of plain full attention, or are none.
     """
-    first, *others = specs
-    if isinstance(first, CompressedAttentionSpec) and all(each == first for each in others):
+    first = next(iter(specs), None)
+    if isinstance(first, CompressedAttentionSpec) and all(each == first for each in specs):
         return first
     kinds = ", ".join(sorted({type(each).__name__ for each in specs}))
     raise UnsupportedError(
         f"drafts of a model: expected layers of full attention with one size of cache in {owner}, "
-        f"found several kinds or sizes ({kinds}); use ngram, or serve without --kv-policy."
+        f"and sliding windows at most beside those of the model, found {kinds}; use ngram, or "
+        "serve without --kv-policy."
     )

@@ -24,10 +24,13 @@ def reasoning_end_ids(config: VllmConfig) -> tuple[int, ...]:
 
 def kv_cache_groups(vllm_config: VllmConfig, specs: dict[str, Any]) -> list[Any]:
     """Returns the cache groups that vLLM makes of layers with these cache specs."""
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+
     try:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     except ImportError:  # since 0.33
         from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+    register_all_kvcache_specs(vllm_config)  # as an engine does before
     return list(get_kv_cache_groups(vllm_config, specs))
 
 
@@ -47,6 +50,17 @@ def reason_against_cpu_cache(
     return None
 
 
+def uses_alibi(model: Any) -> bool:
+    """Whether a model uses ALiBi; vLLM's own answer leaves out Step 1."""
+    return bool(model.uses_alibi) or "Step1ForCausalLM" in model.architectures
+
+
+def looks_back(model: Any) -> bool:
+    """Whether layers attend within chunks of tokens and the chunk before, as Rnj 1's do."""
+    types = getattr(model.hf_text_config, "layer_types", None) or ()
+    return "Rnj1ForCausalLM" in model.architectures and "chunked_attention" in types
+
+
 def has_indexer(model: Any) -> bool:
     """Whether a model's MLA layers read only the tokens that an indexer of theirs chooses."""
     return hasattr(model.hf_text_config, "index_topk")
@@ -54,6 +68,12 @@ def has_indexer(model: Any) -> bool:
 
 def reads_images_causally(config: VllmConfig) -> bool:
     """Whether attention leaves out that tokens of an image see each other, as for CPUs."""
+    on_cpu: bool = config.device_config.device_type == "cpu"
+    return on_cpu
+
+
+def takes_cpu_mla(config: VllmConfig) -> bool:
+    """Whether MLA layers take vLLM's kernel for CPUs, which reads blocks of 16 tokens only."""
     on_cpu: bool = config.device_config.device_type == "cpu"
     return on_cpu
 

@@ -140,6 +140,20 @@ def rotary_embedding(model: Any, layer: Any) -> Rotary:
     return Rotary(frequencies, halves=rotary.is_neox_style, first=latent_size(layer) or 0)
 
 
+def key_bias(model: Any, layer: Any) -> torch.Tensor | None:
+    """Returns the [H, D] bias of an attention layer's keys, on this rank; None: there is none.
+
+    Of keys that are normalised behind their projection none is known.
+    """
+    attention, impl = model.get_submodule(layer.layer_name.rpartition(".")[0]), layer.impl
+    bias = getattr(getattr(attention, "qkv_proj", None), "bias", None)
+    if bias is None or hasattr(attention, "k_norm"):
+        return None
+    first = impl.num_heads * impl.head_size
+    keys: torch.Tensor = bias[first : first + impl.num_kv_heads * impl.head_size]
+    return keys.detach().view(impl.num_kv_heads, impl.head_size)
+
+
 def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:
     """Returns [hidden, in_features] o_proj weight of an attention layer, on this rank, no adapters.
 

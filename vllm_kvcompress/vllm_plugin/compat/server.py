@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 from argparse import Namespace
 from collections.abc import Callable
@@ -40,6 +41,8 @@ async def run_api_server(arguments: Namespace, interrupted: Callable[..., None])
         signal.signal(number, interrupted)
     takes_port = "reuse_port" in inspect.signature(setup_server).parameters  # since 0.32
     address, sock = setup_server(arguments, **({"reuse_port": False} if takes_port else {}))
+    # vLLM, when it ends, names who else holds the port, and fails if that process has just ended.
+    os.register_at_fork(after_in_child=sock.close)
     await run_server_worker(address, sock, arguments)
 
 

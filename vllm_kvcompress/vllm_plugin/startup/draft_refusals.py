@@ -8,6 +8,8 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.vllm_plugin.compat.config import takes_cpu_mla
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import num_sharing_layers
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 _REMEDY = "or use --speculative-config with ngram"
@@ -29,10 +31,12 @@ def reasons_against_draft_model(config: VllmConfig, settings: Settings) -> Itera
             "compressed ones do: expected model runner V2 and no attention_backend in "
             f"--speculative-config; unset both, {_REMEDY}."
         )
-    if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size) > 1:
-        yield f"a draft model beside compression was run on one rank only; use one, {_REMEDY}."
-    if speculation.draft_model_config.use_mla:
-        yield f"the draft model has MLA layers, of which no kernel drafts; use another, {_REMEDY}."
+    if parallel.pipeline_parallel_size > 1:
+        yield (
+            "a draft model with pipeline parallelism: its layers lie on the last stage only, which "
+            f"was not run beside compression; use --tensor-parallel-size, {_REMEDY}."
+        )
+    yield from _reasons_of_layers(config)
     if speculation.use_gemma4_mtp():
         yield (
             "the draft model's layers read the model's cache, of which events evict tokens that "
@@ -62,3 +66,23 @@ def reasons_against_draft_model(config: VllmConfig, settings: Settings) -> Itera
                 f"{option} with a draft model, which would have to read again what a kept state "
                 f"stands for; leave it out, {_REMEDY}."
             )
+
+
+def _reasons_of_layers(config: VllmConfig) -> Iterator[str]:
+    """Yields a refusal for kinds of layers of the two models that do not work together."""
+    model, drafts = config.model_config, config.speculative_config.draft_model_config
+    if num_sharing_layers(model):
+        yield (
+            "a draft model for a model whose layers share caches, where compressed requests were "
+            f"seen to read freed pages; leave out --speculative-config, {_REMEDY}."
+        )
+    if drafts.use_mla != model.use_mla:
+        yield (
+            "expected MLA layers in both the model and its draft model or in neither, found them "
+            f"in one; use another draft model, {_REMEDY}."
+        )
+    elif drafts.use_mla and takes_cpu_mla(config):
+        yield (
+            "the draft model has MLA layers, and vLLM's kernel for CPUs does not read blocks of "
+            f"more tokens than the model's; leave out --speculative-config, {_REMEDY}."
+        )

@@ -44,11 +44,10 @@ def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
             f"{name}, whose rows are compressed in the model's type alone, and not in "
             f"{config.cache_config.cache_dtype}; use --kv-cache-dtype auto."
         )
-    if config.speculative_config is not None:
-        option = "--speculative-config" if settings.draft is None else "--kv-draft"
+    if settings.draft is not None:
         yield (
-            f"{name}, where compressed requests take one new token per step, so that no drafts can "
-            f"be verified; remove {option}."
+            f"{name}, and --kv-draft drafts with the keys of heads, which latent rows are not; "
+            "remove --kv-draft."
         )
     if settings.read is not None:
         yield (
@@ -64,11 +63,6 @@ def _reasons_of_gpus(config: VllmConfig, settings: Settings, name: str) -> Itera
         yield (
             f"{name}. {kernels[settings.attention]} do not read latent rows; remove --kv-attention "
             f"{settings.attention}."
-        )
-    if config.model_config.is_hybrid:
-        yield (
-            f"{name} beside Mamba or linear-attention layers, whose blocks were not divided for "
-            "MLA; serve this model without --kv-policy."
         )
 
 

@@ -56,6 +56,26 @@ def check_page_sizes(specs: list[CompressedAttentionSpec]) -> None:
         )
 
 
+def check_classes(layers: Mapping[str, Any]) -> None:
+    """Refuses layers that call attention kernels by themselves, as Kimi Linear's do on GPUs.
+
+    Args:
+        layers: compressed layers by name.
+
+    Raises:
+        UnsupportedError: names the layer.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    for name, layer in layers.items():
+        if not isinstance(layer, (Attention, MLAAttention)):
+            raise UnsupportedError(
+                f"{name}: expected vLLM's Attention or MLAAttention, found "
+                f"{type(layer).__name__}, which calls attention kernels by itself; serve this "
+                "model without --kv-policy."
+            )
+
+
 def check_latents(layers: list[Any], model: ModelConfig) -> None:
     """Refuses MLA layers of a model whose configuration vLLM does not take for one with MLA.
 

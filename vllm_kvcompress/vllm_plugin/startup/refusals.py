@@ -16,7 +16,12 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
-from vllm_kvcompress.vllm_plugin.compat.config import reads_images_causally, reasoning_end_ids
+from vllm_kvcompress.vllm_plugin.compat.config import (
+    looks_back,
+    reads_images_causally,
+    reasoning_end_ids,
+    uses_alibi,
+)
 from vllm_kvcompress.vllm_plugin.compat.options import DRAFTS, plugin_options
 from vllm_kvcompress.vllm_plugin.startup import quantized
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
@@ -142,10 +147,16 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
             f"{model.architecture} has no attention layer, so there is no KV cache to compress; "
             "serve it without --kv-policy."
         )
-    if model.uses_alibi:
+    if uses_alibi(model):
         yield (
             f"{model.architecture} uses ALiBi, whose bias needs the positions of tokens, which "
             "compressed heads do not keep; serve this model without --kv-policy."
+        )
+    if looks_back(model):
+        yield (
+            f"{model.architecture} has layers that attend within chunks and the chunk before, "
+            "which vLLM allows its Triton backend by that name only; serve this model without "
+            "--kv-policy."
         )
 
 
@@ -352,11 +363,12 @@ def _reasons_of_speculation(config: VllmConfig, settings: Settings) -> Iterator[
             f"speculative decoding with {speculation.method} was not run beside compression; use "
             f"{' or '.join((*METHODS_WITH_LAYERS, *_METHODS_WITHOUT_LAYERS))}, {_OFF}."
         )
-    if config.scheduler_config.async_scheduling:
+    if config.scheduler_config.async_scheduling and settings.compresses_while_generating:
         yield (
-            "speculative decoding with asynchronous scheduling: a step is planned before the "
-            "number of accepted drafts is known, which decides when events happen; add "
-            f"--no-async-scheduling {_OFF}."
+            "speculative decoding with asynchronous scheduling, and events while requests generate "
+            "(chunk:N, decode:N, a ceiling or the end of reasoning): a step is planned before the "
+            "number of accepted drafts is known, which decides when such events happen; use "
+            f"--kv-trigger prompt alone, or add --no-async-scheduling {_OFF}."
         )
     if settings.pressure_mark is not None:
         yield (

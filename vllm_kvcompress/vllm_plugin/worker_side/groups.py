@@ -47,18 +47,20 @@ from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     QueryBuffers,
     compressed_specs,
+    has_full_attention,
     page_bytes_of,
     spill_slots,
 )
 from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
+    check_classes,
     check_groups,
     check_latents,
     check_layer,
     check_page_sizes,
     num_sharing_layers,
 )
-from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
+from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype, set_mean_keys
 from vllm_kvcompress.vllm_plugin.worker_side.ranks import layers_around
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
 
@@ -182,8 +184,12 @@ class WorkerGroups:
             check_page_sizes(specs)
             if specs and group.layer_names:  # a pipeline stage may have none of a group
                 layers = attention_layers(self.vllm_config, group.layer_names)
+                check_classes(dict(zip(group.layer_names, layers, strict=True)))
                 names.append(group.layer_names)
                 compressed.append((number, layers, specs[0]))
+            elif has_full_attention(group.kv_cache_spec):
+                layers = attention_layers(self.vllm_config, group.layer_names)
+                check_classes(dict(zip(group.layer_names, layers, strict=True)))
         is_known = num_sharing_layers(self.vllm_config.model_config) > 0
         shared = {} if is_known else shared_caches(self.vllm_config)
         check_groups(names, self.pipelines, shared)
@@ -223,12 +229,16 @@ class WorkerGroups:
         self, number: int, layers: list[Any], spec: CompressedAttentionSpec
     ) -> GroupCompression:
         self.has_sinks = self.has_sinks or any(layer.impl.sinks is not None for layer in layers)
-        caches = [layer.kv_cache for layer in layers]
+        caches = [by_head(layer.kv_cache) for layer in layers]
+        for layer in layers:
+            layer.impl.mean_key = None  # what probes the cache is stored as it is
         if spec.split > 1:
             caches = [divided(cache, spec.split) for cache in caches]
         pool = layers[0].get_attn_backend().page_pool(layers, caches, spec.of_kernels)
         if spec.split > 1:
             self.caches |= {layer.layer_name: kv for layer, kv in zip(layers, caches, strict=True)}
+        if pool.quantization is not None:
+            set_mean_keys(layers, self._model_runner.model, self.vllm_config)
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {layer.layer_name: i for i, layer in enumerate(layers)}
         scales = [layer.impl.scale for layer in layers]
@@ -384,6 +394,11 @@ class WorkerGroups:
             group.runner.weights[:] = self._weights(layers, model, num_kv_heads)
             if group.runner.norms is not None:
                 group.runner.norms.forget_all()
+
+
+def by_head(cache: torch.Tensor) -> torch.Tensor:
+    """Returns a layer's cache with an axis of KV heads, which that of latent rows lacks."""
+    return cache if cache.dim() == 4 else cache.unsqueeze(1)
 
 
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:

@@ -87,6 +87,14 @@ class CompressedMetadata:
     uncompressed: list[Subset] = field(default_factory=list)
 
 
+def cache_of(layer: Any, kv_cache: Tensor) -> Tensor:
+    """Returns a layer's cache, in the parts of blocks where these are divided.
+
+    The layer stays bound to whole blocks, which vLLM zeroes by their number.
+    """
+    return CompressedBackend.compression.caches.get(layer.layer_name, kv_cache)
+
+
 class CompressedBackend(AttentionBackend):
     """A backend of vLLM with a block-major cache, whose pages any head may own.
 
@@ -150,7 +158,7 @@ class CompressedBackend(AttentionBackend):
         if not is_compressible(spec):
             return dependent_on_compressed(spec)
         compression, size = CompressedBackend.compression, 0
-        if compression.vllm_config.model_config.is_hybrid and not cls.is_mla():
+        if compression.vllm_config.model_config.is_hybrid:
             size = part_size(spec.block_size, cls.get_supported_kernel_block_sizes(spec))
         split = spec.block_size // (size or spec.block_size)
         of_kernels = spec.copy_with_new_block_size(spec.block_size // split)
@@ -215,7 +223,7 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
     ) -> Any:
         """Builds vLLM's metadata, with ours on it if the step has work for compression."""
         compression = CompressedBackend.compression
-        common_attn_metadata = self._in_kernel_blocks(common_attn_metadata)
+        common_attn_metadata = self.in_kernel_blocks(common_attn_metadata)
         work = compression.prepare(self.layer_names[0], common_attn_metadata)
         if work is not None and work.decodes:  # no schedule: vLLM's kernels do not run
             metadata = super().build(0, common_attn_metadata, fast_build=True)
@@ -229,7 +237,7 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
             setattr(metadata, _ATTRIBUTE, compressed)
         return metadata
 
-    def _in_kernel_blocks(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    def in_kernel_blocks(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Returns metadata whose block table has the parts of blocks, where these are divided.
 
         Slots of tokens are the same. The table stays where it is, since CUDA graphs may read it.
@@ -367,9 +375,12 @@ class CompressedImpl(AttentionImpl[Any]):
 
     Attributes:
         per_head_class: vLLM's implementation, built again for one KV head.
+        mean_key: [H, D] mean that is subtracted from keys before a quantized cache stores them;
+            None: keys are stored whole.
     """
 
     per_head_class: ClassVar[type]
+    mean_key: Tensor | None = None
 
     def __init__(
         self,
@@ -394,6 +405,11 @@ class CompressedImpl(AttentionImpl[Any]):
         """Says no: outputs of two calls are put together in the model's own type."""
         return False
 
+    def stored(self, layer: Any, key: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [T, H, D] new keys less the mean key, and the cache in parts of its blocks."""
+        key = key if self.mean_key is None else key - self.mean_key
+        return key, cache_of(layer, kv_cache)
+
     def forward(
         self,
         layer: Any,
@@ -407,7 +423,7 @@ class CompressedImpl(AttentionImpl[Any]):
         **kwargs: Any,
     ) -> Tensor:
         """Computes a layer's attention, then the layer's part of every compression event."""
-        kv_cache = self.cache_of(layer, kv_cache)
+        kv_cache = cache_of(layer, kv_cache)
         compressed: CompressedMetadata | None = getattr(attn_metadata, _ATTRIBUTE, None)
         if compressed is None or not (compressed.work.compressed or compressed.work.decodes):
             super().forward(
@@ -436,11 +452,6 @@ class CompressedImpl(AttentionImpl[Any]):
                 )
         group.finish_layer(work, index, attn_metadata, rows, out_rows, window)
         return output
-
-    @staticmethod
-    def cache_of(layer: Any, kv_cache: Tensor) -> Tensor:
-        """Returns a layer's cache, in the parts of blocks where these are divided."""
-        return CompressedBackend.compression.caches.get(layer.layer_name, kv_cache)
 
     def attend_per_head(
         self,

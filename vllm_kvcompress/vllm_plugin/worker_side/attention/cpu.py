@@ -32,8 +32,8 @@ class CompressedCPUImpl(CompressedImpl, cpu_attn.CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, *args: Any, **kwargs: Any
     ) -> None:
-        """Writes new tokens to the cache, whose blocks may be divided."""
-        cache = self.cache_of(layer, kv_cache)
+        """Writes new tokens to the cache."""
+        key, cache = self.stored(layer, key, kv_cache)
         super().do_kv_cache_update(layer, key, value, cache, *args, **kwargs)
 
 

@@ -39,12 +39,14 @@ from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
     CompressedBackend,
     CompressedBuilder,
     Subset,
+    cache_of,
     sequences,
 )
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 _ATTRIBUTE = "kvcompress_latent"  # on vLLM's metadata, holds a `LatentStep`
+_DECODES, _MANY = -1, 0  # in place of numbers of tokens
 
 
 @dataclass
@@ -57,14 +59,15 @@ class LatentStep:
         work: events and compressed requests.
         is_split: whether the lists below have all requests; else vLLM's metadata does.
         decodes: some of the first D requests each, with rows among their D tokens.
-        prompts: uncompressed requests that vLLM reads, with rows behind those D; None: there are
-            none.
+        drafted: requests with equally many drafts to verify each, with rows behind those D.
+        prompts: uncompressed requests that vLLM reads, with rows there; None: there are none.
         chunks: other requests behind a context, with rows there.
     """
 
     work: StepWork
     is_split: bool = False
     decodes: list[Subset] = field(default_factory=list)
+    drafted: list[Subset] = field(default_factory=list)
     prompts: Subset | None = None
     chunks: list[QueryBatch] = field(default_factory=list)
 
@@ -77,7 +80,7 @@ class CompressedLatentBackend(CompressedBackend):
         """Lays pages over the caches; each layer's implementation gets to know its layer."""
         for layer in layers:
             layer.impl.layer = layer
-        return cls.pool_over(layers, spec, flat_pages([cache[:, None] for cache in caches]))
+        return cls.pool_over(layers, spec, flat_pages(caches))
 
     @classmethod
     def pool_over(cls, layers: list[Any], spec: AttentionSpec, flat: FlatPages) -> PagePool:
@@ -115,7 +118,8 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
         fast_build: bool = False,
     ) -> Any:
         """Builds vLLM's metadata, with ours on it if the step has work for compression."""
-        compression, common = CompressedBackend.compression, common_attn_metadata
+        compression = CompressedBackend.compression
+        common = self.in_kernel_blocks(common_attn_metadata)
         work = compression.prepare(self.layer_names[0], common)
         starts = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
         num_queries = np.diff(starts)
@@ -166,31 +170,50 @@ class CompressedLatentBuilder(CompressedBuilder, MLACommonMetadataBuilder[Any]):
         starts: HostNumbers,
         behind_context: Flags,
     ) -> None:
-        """Fills the lists of a step."""
+        """Fills the lists of a step.
+
+        A row with as few tokens as drafts to verify may also be the end of a prompt: both read
+        what is before them in the same way.
+        """
         num_decodes = metadata.num_decodes
         behind = starts - starts[num_decodes]  # rows behind those of the decodes
         is_uncompressed = np.ones(common.num_reqs, dtype=np.bool_)
+        number = np.diff(starts)  # of a row's tokens
+        number[number > self.reorder_batch_threshold] = _MANY
+        number[:num_decodes] = _DECODES
         for batch in step.work.compressed:
             is_uncompressed[batch.rows] = False
-            is_decode = batch.rows < num_decodes
-            if is_decode.any():
-                step.decodes.append(self.decodes(batch.take(is_decode), metadata))
-            if not is_decode.all():
-                step.chunks += query_batches(batch.take(~is_decode), behind)
+            for each in np.unique(number[batch.rows]):
+                some = batch.take(number[batch.rows] == each)
+                if each == _MANY:
+                    step.chunks += query_batches(some, behind)
+                elif each == _DECODES:
+                    step.decodes.append(self.decodes(some, metadata))
+                else:
+                    subset = self.decodes(some, metadata)
+                    step.drafted.append(self._behind(subset, some.rows, behind))
         rows = np.flatnonzero(is_uncompressed)
-        if len(decodes := rows[rows < num_decodes]):
-            subset = self._uncompressed(decodes, common, starts)
-            step.decodes.append(subset)
-        rows = rows[rows >= num_decodes]
+        for each in np.unique(number[rows[number[rows] != _MANY]]):
+            equal = rows[number[rows] == each]
+            subset = self._uncompressed(equal, common, starts)
+            if each == _DECODES:
+                step.decodes.append(subset)
+            else:
+                step.drafted.append(self._behind(subset, equal, behind))
+        rows = rows[number[rows] == _MANY]
         for row in rows[behind_context[rows]]:
             step.chunks += query_batches(self._whole_context(row, common), behind)
         if len(prompts := rows[~behind_context[rows]]):
             subset = self._uncompressed(prompts, common, starts)
-            index, _ = sequences(behind, prompts)
-            step.prompts = replace(subset, where=row_index(index, self.device))
+            step.prompts = self._behind(subset, prompts, behind)
+
+    def _behind(self, subset: Subset, rows: Integers, behind: HostNumbers) -> Subset:
+        """Counts the queries of a subset's requests, which are `rows`, behind those of decodes."""
+        index, _ = sequences(behind, rows)
+        return replace(subset, where=row_index(index, self.device))
 
     def decodes(self, batch: ResidentBatch, metadata: Any) -> Subset:
-        """Makes a sequence of every compressed request, each with one token in the step."""
+        """Makes a sequence of every compressed request, with equally many tokens in the step."""
         room = batch.page_table.shape[2] * self.kv_cache_spec.block_size
         alone = replace(
             metadata,
@@ -233,6 +256,19 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
         """Says no: outputs of two calls are put together in the model's own type."""
         return False
 
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes new tokens to the cache, whose blocks may be divided."""
+        super().do_kv_cache_update(kv_c_normed, k_pe, self.parts_of(kv_cache), *args, **kwargs)
+
+    def parts_of(self, kv_cache: Tensor) -> Tensor:
+        """Returns the layer's [blocks, size, row_size] cache, in parts where blocks are divided."""
+        if self.layer is None:
+            return kv_cache
+        cache = cache_of(self.layer, kv_cache)
+        return cache if cache is kv_cache else cache.squeeze(1)
+
     def forward_mha(
         self,
         q: Tensor,
@@ -246,9 +282,8 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
     ) -> None:
         """Computes attention of prompts and chunks; ends the layer if nobody generates."""
         step: LatentStep | None = getattr(attn_metadata, _ATTRIBUTE, None)
-        given = (q, kv_c_normed, k_pe)
+        given, cache = (q, kv_c_normed, k_pe), self.parts_of(kv_c_and_k_pe_cache)
         if step is None or not step.is_split:
-            cache = kv_c_and_k_pe_cache
             super().forward_mha(*given, cache, attn_metadata, k_scale, output, output_scale)
         else:
             if step.prompts is not None:
@@ -256,8 +291,13 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
                 metadata.prefill.prefill_backend.prepare_metadata(metadata.prefill)
                 out = output[where]
                 some = (rows[where] for rows in given)
-                super().forward_mha(*some, kv_c_and_k_pe_cache, metadata, k_scale, out)
+                super().forward_mha(*some, cache, metadata, k_scale, out)
                 output[where] = out
+            for subset in step.drafted:
+                absorbed = absorb(q[subset.where], self.layer.W_UK_T)
+                out = output[subset.where]
+                up_project(self.layer, self._attend(subset, absorbed, cache), out)
+                output[subset.where] = out
             for batch in step.chunks:
                 self._attend_behind_context(batch, attn_metadata, q, output)
         if step is None:
@@ -271,27 +311,29 @@ class CompressedLatentImpl(MLACommonImpl[Any]):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention of requests that generate, and ends the layer."""
         step: LatentStep | None = getattr(attn_metadata, _ATTRIBUTE, None)
+        cache = self.parts_of(kv_c_and_k_pe_cache)
         if step is None:
             output: tuple[Tensor, Tensor | None]
-            output = super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            output = super().forward_mqa(q, cache, attn_metadata, layer)
             return output
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         if not step.is_split:
-            out, _ = super().forward_mqa(queries, kv_c_and_k_pe_cache, attn_metadata, layer)
+            out, _ = super().forward_mqa(queries, cache, attn_metadata, layer)
         else:
-            group = CompressedBackend.compression.group_of_layer[layer.layer_name]
-            index = group.layer_index[layer.layer_name]
             out = queries.new_empty(*queries.shape[:2], self.kv_lora_rank)
             for subset in step.decodes:
-                some, metadata = queries[subset.where], subset.metadata
-                if subset.by_layer:
-                    fields = subset.by_layer[index]
-                    out[subset.where] = self.attend_kept(group, metadata, fields, some)
-                else:
-                    given = some, kv_c_and_k_pe_cache, metadata, layer
-                    out[subset.where] = super().forward_mqa(*given)[0]
+                out[subset.where] = self._attend(subset, queries[subset.where], cache)
         self._finish(step, attn_metadata, queries)
         return out, None
+
+    def _attend(self, subset: Subset, queries: Tensor, cache: Tensor) -> Tensor:
+        """Returns the [T, heads, value_size] attention of absorbed queries, all of a subset."""
+        if not subset.by_layer:
+            out: Tensor = super().forward_mqa(queries, cache, subset.metadata, self.layer)[0]
+            return out
+        group = CompressedBackend.compression.group_of_layer[self.layer.layer_name]
+        fields = subset.by_layer[group.layer_index[self.layer.layer_name]]
+        return self.attend_kept(group, subset.metadata, fields, queries)
 
     def attend_kept(
         self, group: GroupCompression, metadata: Any, fields: dict[str, Tensor], queries: Tensor

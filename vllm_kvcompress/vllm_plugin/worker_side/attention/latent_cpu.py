@@ -32,6 +32,7 @@ class CompressedCPULatentImpl(CompressedLatentImpl, cpu_mla.CPUMLAImpl):
         """Writes latent rows to a block-major cache, which vLLM's method cannot view as rows."""
         if not kv_cache.numel():
             return
+        kv_cache = self.parts_of(kv_cache)
         slots, size = slot_mapping.flatten().long(), kv_cache.shape[1]
         rows = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1).to(kv_cache.dtype)
         is_token = slots >= 0  # the others are padding

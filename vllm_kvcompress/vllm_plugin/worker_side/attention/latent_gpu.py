@@ -74,7 +74,7 @@ class CompressedTritonLatentBackend(
     def page_pool(cls, layers: list[Any], caches: list[Tensor], spec: AttentionSpec) -> PagePool:
         """Lays pages over the caches, whose blocks have the rows of other layers between them."""
         pool = super().page_pool(layers, caches, spec)
-        check_strides(layers[0], caches[0])
+        check_strides(layers[0], caches[0].squeeze(1))
         return pool
 
 
