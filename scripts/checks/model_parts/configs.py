@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 LAYERS = 4  # many families have a full-attention layer behind three others
 
-# Given to a configuration only where its class knows the name.
-SIZES: dict[str, Any] = {
+_BASIC: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -23,6 +23,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
     "tie_word_embeddings": False,
+}
+# Given to a configuration only where its class knows the name.
+SIZES: dict[str, Any] = {
+    **_BASIC,
     # Mixtures of experts.
     "num_experts": 4,
     "num_local_experts": 4,
@@ -81,12 +85,21 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
+_INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 64}
 _BAILING = {**_MIXTURE, "embedding_dropout": 0.0, "use_bias": False, "use_qkv_bias": False}
 _SLIDING = {
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
 }
 
+_INKLING = {
+    "sconv_kernel_size": 4,
+    "use_sconv": True,
+    "local_layer_ids": [0, 2],
+    "n_shared_experts": 1,
+    "shared_expert_sink": True,
+    "n_routed_experts": 4,
+}
 _MIMO: dict[str, Any] = {
     "hybrid_layer_pattern": [1, 0] * (LAYERS // 2),
     "layernorm_epsilon": 1e-5,
@@ -120,6 +133,10 @@ MORE: dict[str, dict[str, Any]] = {
         "route_scale": 1.0,
         "n_group": 1,
         "topk_group": 1,
+    },
+    "DeepseekV4ForCausalLM": {
+        **_INDEXER,
+        "compress_ratios": [0, 4, 128, 4],
     },
     "DbrxForCausalLM": {
         "d_model": 128,
@@ -164,6 +181,18 @@ MORE: dict[str, dict[str, Any]] = {
         "route_norm": True,
     },
     "JambaForCausalLM": {"attn_layer_period": 4, "attn_layer_offset": 2},
+    "KimiLinearForCausalLM": {
+        "mla_use_nope": True,
+        "num_experts": None,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+            "num_heads": 4,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "LagunaForCausalLM": {**_SLIDING},
     "Lfm2ForCausalLM": {"block_dim": 128, "block_ff_dim": 128, "conv_dim": 128},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "Llama4ForCausalLM": {
@@ -173,12 +202,19 @@ MORE: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0] * (LAYERS // 2),
     },
     "Mamba2ForCausalLM": {"num_heads": 8},
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "softmax"},  # on CPUs
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 32, "scoring_func": "sigmoid"},
     "MiMoV2FlashForCausalLM": {**_MIMO},
     "MistralForCausalLM": {"sliding_window": None},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "mlp", "attention"]},
     "OPTForCausalLM": {"ffn_dim": 128, "word_embed_proj_dim": 128},
-    "Qwen4ExpForCausalLM": {"output_gate_type": "silu"},
+    "Qwen4ExpForCausalLM": {
+        "output_gate_type": "silu",
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
     "Zamba2ForCausalLM": {
         "layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2),
         "num_key_value_heads": 4,
@@ -202,32 +238,45 @@ FOREIGN: dict[str, dict[str, Any]] = {
         **_LATENT,
         "layer_group_size": 2,
         "short_conv_kernel_size": 4,
+        "no_kda_lora": True,
     },
     "ChatGLMModel": {**_CHATGLM},
     "ChatGLMForConditionalGeneration": {**_CHATGLM},
     "DeciLMForCausalLM": {
-        "block_configs": [
+        "model_type": "nemotron-nas",
+        "blocks": [
             {
                 "attention": {"no_op": number == 1, "n_heads_in_group": 2},
                 "ffn": {"no_op": number == 2, "ffn_mult": 1.0},
             }
             for number in range(LAYERS)
-        ]
+        ],
     },
+    "DeepseekV32ForCausalLM": {"model_type": "deepseek_v32", **_INDEXER},
     "DeepseekForCausalLM": {"model_type": "deepseek", **_MIXTURE, "moe_layer_freq": 1},
     "ExaoneForCausalLM": {"activation_function": "silu", "layer_norm_epsilon": 1e-5},
     "ExaoneMoEForCausalLM": {"model_type": "exaone_moe"},
-    "Rnj1ForCausalLM": {"model_type": "gemma3_text"},
+    "Rnj1ForCausalLM": {
+        "model_type": "gemma3_text",
+        "sliding_window": 64,
+        "layer_types": ["chunked_attention", "full_attention"] * (LAYERS // 2),
+    },
     "Glm5NextForCausalLM": {
         "model_type": "glm5_next_text",
         "num_key_value_heads": 4,
         "qk_rope_head_dim": 0,
     },
-    "HCXVisionV2ForCausalLM": {"vision_config": {"model_type": "qwen2_5_vl"}},
+    "HCXVisionV2ForCausalLM": {
+        "model_type": "hyperclovax_vision_v2",
+        "text_config": {**_BASIC},
+        "vision_config": {"hidden_size": 64, "num_heads": 2, "depth": 1, "out_hidden_size": 128},
+        "image_token_id": 254,
+        "video_token_id": 255,
+    },
     "IQuestLoopCoderForCausalLM": {"loop_num": 2, "loop_window_size": 64},
     "K2HorizonForCausalLM": {
         **_MIXTURE,
-        "attention_gate_func": "sigmoid",
+        "attention_gate_func": "softplus",
         "decoder_sparse_step": 1,
         "layernorm_num_groups": 1,
         "moe_gate_bias": False,
@@ -246,8 +295,32 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "ngram_vocab_size_ratio": 2,
     },
     "MiniCPMForCausalLM": {"dim_model_base": 128, "scale_depth": 1.4, "scale_emb": 12},
-    "MiniMaxM3SparseForCausalLM": {"model_type": "minimax_m3_vl_text"},
-    "InklingForConditionalGeneration": {"model_type": "inkling_mm_model"},
+    "MiniMaxM3SparseForCausalLM": {
+        "model_type": "minimax_m3_text",
+        **_MIXTURE,
+        "partial_rotary_factor": 0.5,
+        "rotary_dim": 16,
+        "use_gemma_norm": True,
+        "scoring_func": "sigmoid",
+        "hidden_act": "swigluoai",
+        "swiglu_alpha": 1.702,
+        "swiglu_beta": 1.0,
+        "swiglu_limit": 7.0,
+        "dense_intermediate_size": 128,
+        "moe_layer_freq": [0] * LAYERS,
+        "sparse_attention_config": {
+            "sparse_index_dim": 32,
+            "sparse_num_index_heads": 2,
+            "sparse_topk_blocks": 4,
+            "sparse_block_size": 128,
+            "sparse_attention_freq": [0] + [1] * (LAYERS - 1),
+        },
+    },
+    "InklingForCausalLM": {"model_type": "inkling_model", **_INKLING},
+    "InklingForConditionalGeneration": {
+        "model_type": "inkling_mm_model",
+        "text_config": {**_BASIC, **_INKLING},
+    },
     "MistralLarge3ForCausalLM": {"model_type": "deepseek_v3"},
     "MiMoV2ForCausalLM": {"model_type": "mimo_v2_flash", **_MIMO},
     "NemotronHPuzzleForCausalLM": {
@@ -262,7 +335,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "rope_theta": 1e4,
     },
     "PanguProMoEV2ForCausalLM": {**_MIXTURE, "qkv_bias": False},
-    "Param2MoEForCausalLM": {**_BAILING, "rope_theta": 1e4, "rope_scaling": None},
+    "Param2MoEForCausalLM": {"model_type": "param2moe", **_BAILING, "rope_scaling": None},
     "PhiMoEForCausalLM": {"model_type": "phimoe"},
     "Plamo3ForCausalLM": {
         **_SLIDING,
@@ -290,6 +363,47 @@ FOREIGN: dict[str, dict[str, Any]] = {
     },
     "TeleFLMForCausalLM": {"mup_scale_factor": 1.0, "output_mult": 1.0, "use_mup": False},
 }
+
+
+class _OnHub:
+    """What classes of configurations on the Hub have and Llama's lacks."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        for name, model_type in (("text_config", "llama"), ("vision_config", "qwen2_5_vl_vision")):
+            part = getattr(self, name, None)
+            if isinstance(part, dict):
+                setattr(self, name, config_class(model_type)(**part))
+
+    @property
+    def rope_theta(self) -> float:
+        parameters = getattr(self, "rope_parameters", None) or {}
+        if "rope_theta" not in parameters:
+            raise AttributeError("rope_theta")
+        theta: float = parameters["rope_theta"]
+        return theta
+
+    @rope_theta.setter
+    def rope_theta(self, value: float) -> None:
+        """Leaves it to `rope_parameters`."""
+
+    @property
+    def block_configs(self) -> list[SimpleNamespace]:
+        return [_as_object(block) for block in self.blocks]  # type: ignore[attr-defined]
+
+
+# Classes that also see images, and make the parts that do from a tokenizer.
+SEEING = {"HCXVisionV2ForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration"}
+
+
+def write_tokenizer(path: Path) -> None:
+    """Writes a tokenizer that has a word for each token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(_BASIC["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(path)
 
 
 def model_types() -> dict[str, str]:
@@ -320,8 +434,19 @@ def config_class(model_type: str) -> Any:
     if model_type in dict.keys(_CONFIG_REGISTRY):
         return _CONFIG_REGISTRY[model_type]
     if model_type not in CONFIG_MAPPING:
-        AutoConfig.register(model_type, type("Foreign", (LlamaConfig,), {"model_type": model_type}))
+        foreign = type("Foreign", (_OnHub, LlamaConfig), {"model_type": model_type})
+        AutoConfig.register(model_type, foreign)
     return CONFIG_MAPPING[model_type]
+
+
+def _as_object(values: Mapping[str, Any]) -> SimpleNamespace:
+    """Returns an object with the contents of a dictionary as attributes, as code on the Hub has."""
+    return SimpleNamespace(
+        **{
+            key: _as_object(value) if isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+    )
 
 
 def _made(model_type: str, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +454,10 @@ def _made(model_type: str, more: Mapping[str, Any]) -> dict[str, Any]:
     cls = config_class(model_type)
     default = cls()
     known = {*default.to_dict(), *default.attribute_map}
-    sizes = {key: value for key, value in SIZES.items() if key in known}
+    if "hidden_size" not in known:  # the class takes what the file says
+        known = {*SIZES}
+    read_only = {name for name in known if isinstance(getattr(cls, name, None), property)}
+    sizes = {key: value for key, value in SIZES.items() if key in known - read_only}
     if getattr(default, "sliding_window", None):
         sizes["sliding_window"] = 64
     config: dict[str, Any] = cls(**{**sizes, **more}).to_dict()
@@ -340,5 +468,7 @@ def write(name: str, folder: Path) -> Path:
     """Writes the tiny configuration of a class, and returns its folder."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
+    if name in SEEING:
+        write_tokenizer(path)
     (path / "config.json").write_text(json.dumps(tiny_config(name), default=str))
     return path

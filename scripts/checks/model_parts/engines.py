@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 OPTIONS = [
-    *("--load-format", "dummy", "--enforce-eager", "--skip-tokenizer-init", "--trust-remote-code"),
+    *("--load-format", "dummy", "--enforce-eager", "--trust-remote-code"),
     *("--max-model-len", "2048", "--num-gpu-blocks-override", "200", "--block-size", "32"),
     *("--max-num-batched-tokens", "512", "--max-num-seqs", "8"),
 ]
@@ -75,10 +75,15 @@ def _run(kind: str, model: str, options: list[str]) -> dict[str, Any]:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from model_parts import operators
     from model_parts.configs import config_class
     from vllm_kvcompress.cli import launch, serve
 
-    config_class(json.loads(Path(model, "config.json").read_text())["model_type"])
+    config = json.loads(Path(model, "config.json").read_text())
+    config_class(config["model_type"])
+    operators.install(*config["architectures"])
+    has_tokenizer = Path(model, "tokenizer.json").exists()
+    options = [*options, "--language-model-only" if has_tokenizer else "--skip-tokenizer-init"]
     arguments = [model, *OPTIONS, *options, *([] if kind == "stock" else COMPRESSED)]
     command = launch.vllm_command(serve.parse_request(arguments))
     _, parsed = launch.parse(command)
