@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from tests.kernels.child import Child
 # Machines that run tests are often busy.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+# What tests import stays. To look through it again and again takes as long as many tests.
+gc.disable()
 
 # Inductor keeps what it generated, in steps as long as vectors are, by the graph alone: a run that
 # is capped compiles that for shorter vectors, and half of every step is never computed.
@@ -57,7 +61,7 @@ def drafting(model_directory: Path) -> Drafting:
     """By speculative method, a tiny model and the speculative config of what drafts for it."""
     from tests import draft_models
 
-    return cache(partial(draft_models.build, model_directory))
+    return cache(partial(draft_models.build, model_directory / "with-drafts"))
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +75,13 @@ def no_padding(model_directory: Path) -> str:
         table[empty] = table[~empty][: int(empty.sum())].flip(1)
 
     return str(tiny_models.build("llama", model_directory / "no-padding", change=change))
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage from here on, among what the tests make."""
+    gc.freeze()
+    gc.set_threshold(20_000)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import subprocess
 import sys
-from collections.abc import Callable
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkProcess, ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,3 +58,87 @@ def _run(files: list[str], arguments: tuple[str, ...]) -> None:
     from vllm_kvcompress.cli.main import main
 
     sys.exit(main(list(arguments)))
+
+
+class ForkedServer:
+    """A server that is forked, and forks its engine, with the methods of `subprocess.Popen`.
+
+    Args:
+        code: Python that starts it.
+        arguments: of the command.
+        log: a file that exists, for its output.
+        folder: where it works.
+        environment: all of its variables.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        arguments: Sequence[str],
+        log: Path,
+        folder: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._process = forked(_serve, code, [*arguments], str(log), str(folder), {**environment})
+        self.pid: int = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Returns the exit status, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end, and returns the exit status."""
+        self._process.join(timeout)
+        if (status := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("the server", timeout or 0)
+        return status
+
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal unless it has ended."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """Sends SIGKILL unless it has ended."""
+        self._process.kill()
+
+
+def _serve(
+    code: str, arguments: list[str], log: str, folder: str, environment: dict[str, str]
+) -> None:
+    """Runs a server in the forked process as a new interpreter would."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv = ["-c", *arguments]
+    gc.freeze()  # vLLM collects garbage again and again, and all that it has imported is none
+    context = multiprocessing.get_context("fork")
+    vars(context)["Process"] = _AsSpawned
+    vars(multiprocessing)["get_context"] = lambda method=None: context
+    exec(code, {"__name__": "__main__"})
+
+
+class _AsSpawned(ForkProcess):
+    """A process that a forked server forks, and that begins like a spawned one.
+
+    It loads its plugins, and shares metrics if the server has just begun to.
+    """
+
+    def run(self) -> None:
+        """Runs the target in the forked process."""
+        from prometheus_client import values
+        from vllm import plugins
+
+        plugins.plugins_loaded = False
+        values.ValueClass = values.get_value_class()
+        super().run()

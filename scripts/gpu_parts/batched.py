@@ -46,7 +46,8 @@ class PromptsEnd:
         kept = max(1, blocks // 4)
         self.window_size = min(size, num_tokens)
         numbers = torch.arange(num_requests * (blocks + kept), dtype=torch.int32)
-        self.rows = numbers.view(num_requests, -1).to(pool.device)
+        numbers = numbers.view(num_requests, -1)
+        self.rows = numbers.to(pool.device)
         self.plans = [
             EventPlan(
                 request_id=str(repeat),
@@ -60,7 +61,7 @@ class PromptsEnd:
                 resident_blocks=0,
                 fresh_block_ids=tuple(row[blocks:]),
             )
-            for repeat, row in enumerate(self.rows.tolist())
+            for repeat, row in enumerate(numbers.tolist())
         ]
         shape = (num_requests * num_tokens, self.model.num_query_heads, self.model.head_size)
         self.queries = torch.randn(*shape, device=pool.device).to(pool.pages.dtype)

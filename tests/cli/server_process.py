@@ -1,4 +1,4 @@
-"""Real servers, each in its own process."""
+"""Real servers, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
+
+from tests.forked import ForkedServer
 
 ROOT = Path(__file__).parents[2]
 OUR_SERVE = "import sys; from vllm_kvcompress.cli.main import main; sys.exit(main())"
@@ -24,6 +27,19 @@ PLAIN_VLLM = (
     "import runpy; runpy.run_module('vllm_kvcompress.cli.stock_vllm', run_name='__main__', "
     "alter_sys=True)"
 )
+
+
+class ServerProcess(Protocol):
+    """What tests ask of a server's process, as of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
 
 
 def free_port() -> int:
@@ -46,7 +62,12 @@ def plain_arguments(printed: str) -> list[str]:
 
 @contextmanager
 def serving(
-    code: str, arguments: list[str], log: Path, timeout: float = 600, packages: Path | None = None
+    code: str,
+    arguments: list[str],
+    log: Path,
+    timeout: float = 600,
+    packages: Path | None = None,
+    fresh: bool = False,
 ) -> Iterator[str]:
     """Runs a server; yields its address once it is healthy; asserts that it ends well.
 
@@ -56,8 +77,11 @@ def serving(
         log: where its output goes; its end is part of the error if it does not start.
         timeout: seconds to wait for it.
         packages: where other packages are installed.
+        fresh: starts new interpreters, as users do, which import vLLM twice: 13 s of CPU time.
+            Else the server is forked from a process that has imported vLLM, and forks its engine,
+            as vLLM does on GPUs.
     """
-    with starting(code, arguments, log, packages) as (server, address):
+    with starting(code, arguments, log, packages, fresh) as (server, address):
         wait_until_healthy(address, server, log, timeout)
         yield address
         lives = server.poll() is None
@@ -67,17 +91,27 @@ def serving(
 
 @contextmanager
 def starting(
-    code: str, arguments: list[str], log: Path, packages: Path | None = None
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    code: str,
+    arguments: list[str],
+    log: Path,
+    packages: Path | None = None,
+    fresh: bool = False,
+) -> Iterator[tuple[ServerProcess, str]]:
     """Starts a server, and yields it and its address at once; arguments as for `serving`."""
     port = free_port()
-    command = [sys.executable, "-c", code, *arguments, "--port", str(port), "--host", "127.0.0.1"]
+    arguments = [*arguments, "--port", str(port), "--host", "127.0.0.1"]
     path = os.pathsep.join(str(folder) for folder in (packages, ROOT) if folder is not None)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": path}
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True
-        )
+    server: ServerProcess
+    if fresh:
+        command = [sys.executable, "-c", code, *arguments]
+        with log.open("w") as output:
+            server = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True
+            )
+    else:
+        log.write_text("")
+        server = ForkedServer(code, arguments, log, ROOT, environment)
     try:
         yield server, f"http://127.0.0.1:{port}"
     finally:
@@ -90,7 +124,7 @@ def starting(
 
 
 def wait_until_healthy(
-    address: str, server: subprocess.Popen[str], log: Path, timeout: float = 600
+    address: str, server: ServerProcess, log: Path, timeout: float = 600
 ) -> None:
     """Waits for a server; fails with the end of the log if it does not start."""
     deadline = time.monotonic() + timeout

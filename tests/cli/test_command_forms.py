@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def printed(form: str, arguments: list[str], capsys: pytest.CaptureFixture[str])
 
 
 def parsed(command: list[str]) -> dict[str, Any]:
-    options = vars(launch.parse(command)[1])
+    namespace = launch.parse(command)[1]
+    assert pickle.loads(pickle.dumps(namespace)) == namespace  # what several API servers get
+    options = vars(namespace)
     model = options.pop("model_tag") or options["model"]
     return {**options, "model": model, "config": None}
 

@@ -142,7 +142,7 @@ CONNECT = '--kv-policy snapkv --kv-transfer-config {"kv_role":"kv_both","kv_conn
             "--kv-policy snapkv --kv-budget 1.0 --disable-hybrid-kv-cache-manager",
             "would accept this",
         ),
-        (CONNECT % "LMCacheMPConnector", "takes what it offers only whole"),
+        (CONNECT % "LMCacheConnectorV1", "LMCacheMPConnector loads before it"),
         (CONNECT % "ExampleConnector", "would accept this"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import subprocess
 import threading
 import time
 import urllib.error
@@ -18,9 +17,15 @@ import psutil
 import pytest
 
 from tests import failing_policy, tiny_models
-from tests.cli.server_process import OUR_SERVE, ROOT, starting, wait_until_healthy
+from tests.cli.server_process import (
+    OUR_SERVE,
+    ROOT,
+    ServerProcess,
+    starting,
+    wait_until_healthy,
+)
 
-SECONDS = 300  # vLLM looks every five; a slow machine takes longer to end
+SECONDS = 300
 ARGUMENTS = [
     *("serve", str(ROOT / "models" / "reference"), "--kv-policy", "auto", "--enforce-eager"),
     *("--served-model-name", "reference", "--shutdown-timeout", "100"),
@@ -42,9 +47,9 @@ def answered(address: str, num_tokens: int) -> tuple[int, int]:
         return 503, 0
 
 
-def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
-    """Returns vLLM's engine process, which is renamed after it has imported vLLM."""
-    names = ("EngineCore", "spawn_main")
+def engine_of(server: ServerProcess) -> psutil.Process | None:
+    """Returns vLLM's engine process, which may be renamed after it has imported vLLM."""
+    names = ("EngineCore", "spawn_main", "forkserver")
     for child in psutil.Process(server.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie
             if any(name in " ".join(child.cmdline()) for name in names):
@@ -53,7 +58,7 @@ def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
 
 
 @contextmanager
-def nothing_left_of(server: subprocess.Popen[str]) -> Iterator[None]:
+def nothing_left_of(server: ServerProcess) -> Iterator[None]:
     """Asserts that all child processes that a server has now end soon afterwards."""
     processes = psutil.Process(server.pid).children(recursive=True)
     yield
@@ -109,7 +114,7 @@ def test_server_that_is_asked_to_end_while_it_starts_ends(
     with starting(OUR_SERVE, ARGUMENTS, log) as (server, _):
         end = time.monotonic() + SECONDS
         while "EngineCore pid" not in log.read_text() and time.monotonic() < end:
-            time.sleep(0.1)
+            time.sleep(0.02)
         with nothing_left_of(server):
             server.send_signal(number)
             assert server.wait(SECONDS) == status
@@ -119,14 +124,14 @@ def test_server_that_is_asked_to_end_while_it_starts_ends(
 
 @contextmanager
 def failing_server(
-    folder: Path, options: Sequence[str] = ()
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    folder: Path, options: Sequence[str] = (), fresh: bool = False
+) -> Iterator[tuple[ServerProcess, str]]:
     """Runs a server whose policy fails, or kills its process, at prompts of certain lengths."""
     arguments = ["serve", str(tiny_models.build("llama", folder)), "--kv-policy", "failing"]
     arguments += ["--kv-budget", "0.25", "--enforce-eager", "--max-model-len", "2048"]
     arguments += ["--served-model-name", "reference", "--dtype", "float32", *options]
     log, packages = folder / "log", failing_policy.install(folder)
-    with starting(OUR_SERVE, arguments, log, packages) as (server, address):
+    with starting(OUR_SERVE, arguments, log, packages, fresh) as (server, address):
         wait_until_healthy(address, server, log)
         yield server, address
 
@@ -150,10 +155,13 @@ def asked(address: str, num_blocks: int, **more: object) -> tuple[int, str]:
 def test_server_ends_when_one_of_two_workers_is_killed_in_an_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients get an error, and every process ends."""
+    """Clients get an error, and every process ends. Engine and workers are spawned."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = ["--tensor-parallel-size", "2"]
-    with failing_server(tmp_path, options) as (server, address), nothing_left_of(server):
+    with (
+        failing_server(tmp_path, options, fresh=True) as (server, address),
+        nothing_left_of(server),
+    ):
         status, text = asked(address, failing_policy.KILLS_ITS_PROCESS)
         assert status == 500
         assert json.loads(text)["error"]["message"]
@@ -186,12 +194,23 @@ def answer_of(asked: tuple[int, str]) -> str:
     return str(json.loads(asked[1])["choices"][0]["text"])
 
 
+def holders_of_port(server: ServerProcess, port: int) -> list[int]:
+    """Returns which of a server's processes have a socket at its port."""
+    main = psutil.Process(server.pid)
+    return [
+        process.pid
+        for process in (main, *main.children(recursive=True))
+        if any(each.laddr.port == port for each in process.net_connections("tcp") if each.laddr)
+    ]
+
+
 def test_interrupted_server_finishes_its_requests(tmp_path: Path) -> None:
-    """Interrupted by SIGINT, and then SIGTERM."""
+    """Interrupted by SIGINT, and then SIGTERM. No process that it forked holds its port."""
     log = tmp_path / "log"
     answers: list[tuple[int, int]] = []
     with starting(OUR_SERVE, ARGUMENTS, log) as (server, address):
         wait_until_healthy(address, server, log)
+        assert holders_of_port(server, int(address.rsplit(":", 1)[1])) == [server.pid]
         with nothing_left_of(server):
             asked = threading.Thread(target=lambda: answers.append(answered(address, 300)))
             asked.start()

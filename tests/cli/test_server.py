@@ -37,7 +37,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments += ["--kv-min-request-budget", "0.1", "--kv-max-request-budget", "0.75"]
     arguments += ["--kv-reuse-contexts"]
     packages = foreign_policy.install(folder)
-    with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
+    with serving(
+        OUR_SERVE, arguments, folder / "server.log", packages=packages, fresh=True
+    ) as address:
         yield address
 
 

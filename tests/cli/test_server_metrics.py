@@ -56,7 +56,7 @@ def test_metrics_count_every_event_once(
     arguments += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "256"]
     arguments += ["--dtype", "float32"]
     log = tmp_path / "server.log"
-    with serving(PLAIN_VLLM, arguments, log) as address:
+    with serving(PLAIN_VLLM, arguments, log, fresh=True) as address:
         before = scraped(address)
         assert before["kvcompress_info"] == 1
         assert before["kvcompress_events_total"] == 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 
 from soak_parts import models
-from vllm_scenario_parts import chats, completions, pages, structured
+from tests.forked import ForkedServer
+from vllm_scenario_parts import chats, columns, completions, pages, structured
 from vllm_scenario_parts.columns import COLUMNS, IN_ENGINE, Column, Result, in_engine, serving
 from vllm_scenario_parts.scenario import Server, difference
 from vllm_scenarios import judged, table
@@ -42,8 +46,19 @@ def test_engine_passes_the_scenarios_of_stock_vllm(
     assert result.said.keys() == {scenario.name for scenario in IN_ENGINE}
 
 
-def test_compressed_server_passes_vllms_scenarios(folder: Path) -> None:
+def test_compressed_server_passes_vllms_scenarios(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A choice of scenarios; scripts/checks/vllm_scenarios.py runs all, beside stock vLLM."""
+
+    def forking(
+        command: list[str], env: dict[str, str], stdout: TextIO, stderr: TextIO
+    ) -> ForkedServer:
+        assert stdout is stderr
+        return ForkedServer(command[2], command[3:], Path(stdout.name), folder, env)
+
+    replaced = SimpleNamespace(Popen=forking, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(columns, "subprocess", replaced)
     with serving(HALF, folder / "llama", folder / "server.log") as address:
         server = Server(address)
         for scenario in SERVED:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.server_process import OUR_SERVE, ROOT
+from tests.forked import command
 from vllm_kvcompress.cli import profile
 from vllm_kvcompress.config.auto import profile_beside
 from vllm_kvcompress.errors import ConfigError
@@ -42,15 +39,9 @@ def run_command(*arguments: str) -> int:
     return profile.run(parser.parse_args(arguments))
 
 
-def run_process(*arguments: str) -> str:
+def run_process(folder: Path, *arguments: str) -> str:
     """Runs the command in a process of its own, since an engine needs one; returns its words."""
-    done = subprocess.run(
-        [sys.executable, "-c", OUR_SERVE, "profile", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = command(folder, "profile", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -60,7 +51,7 @@ def test_heads_go_where_auto_finds_them(llama: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
     asked = ("--kind", "headkv", "--length", "64", "--samples", "2", "--engine", "dtype=float32")
-    words = run_process(str(folder), *asked)
+    words = run_process(tmp_path, str(folder), *asked)
     found = profile_beside(folder)
     assert found == str(folder / "kv_heads.json")
     assert f"3 layers of 4 query heads; serve with --kv-policy auto --kv-profile {found}" in words
@@ -70,7 +61,7 @@ def test_heads_go_where_auto_finds_them(llama: str, tmp_path: Path) -> None:
     for policy in ("headkv", "spans+headkv"):
         resolve(policy, {}, Path(found)).bind(3, 2, 4, 16)
     other = tmp_path / "other.json"
-    run_process(llama, *asked, "--seed", "1", "--out", str(other))
+    run_process(tmp_path, llama, *asked, "--seed", "1", "--out", str(other))
     assert json.loads(other.read_text()) != rows
 
 
@@ -78,7 +69,7 @@ def test_queries_are_those_of_the_model_before_it_turns_them(llama: str, tmp_pat
     """Means of the projections that plain transformers compute, position by position."""
     out, length = tmp_path / "queries.pt", 40
     asked = ("--length", str(length), "--samples", "3", "--engine", "dtype=float32")
-    words = run_process(llama, "--kind", "triattention", "--out", str(out), *asked)
+    words = run_process(tmp_path, llama, "--kind", "triattention", "--out", str(out), *asked)
     assert (
         f"3 layers of 4 query heads; serve with --kv-policy triattention --kv-profile {out}"
         in words
