@@ -64,7 +64,9 @@ def test_ctrl_c_ends_every_process_with_one_line(
     with (
         said.open("w") as output,
         subprocess.Popen(
-            [sys.executable, "-c", OUR_SERVE, *arguments, "--out", str(tmp_path / "out")],
+            # A suite in the background ignores SIGINT, and so would what it starts.
+            ["env", "--default-signal=INT", sys.executable, "-c", OUR_SERVE, *arguments]
+            + ["--out", str(tmp_path / "out")],
             env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"},
             stdout=output,
             stderr=output,
