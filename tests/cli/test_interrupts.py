@@ -61,12 +61,12 @@ def test_ctrl_c_ends_every_process_with_one_line(
 ) -> None:
     """Interrupts commands while they import, start an engine, or measure."""
     said = tmp_path / "said"
+    command_line = [sys.executable, "-c", OUR_SERVE, *arguments, "--out", str(tmp_path / "out")]
     with (
         said.open("w") as output,
         subprocess.Popen(
             # A suite in the background ignores SIGINT, and so would what it starts.
-            ["env", "--default-signal=INT", sys.executable, "-c", OUR_SERVE, *arguments]
-            + ["--out", str(tmp_path / "out")],
+            ["env", "--default-signal=INT", *command_line],
             env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"},
             stdout=output,
             stderr=output,
