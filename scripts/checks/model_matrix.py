@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -31,7 +33,12 @@ sys.path.insert(0, str(ROOT))
 from model_parts import configs, engines  # noqa: E402
 
 SECONDS = 180  # for an engine
-HYBRID = "--no-enable-prefix-caching"  # which vLLM's Mamba layers need on CPUs
+HYBRID = "--no-enable-prefix-caching"
+# Options that classes need on CPUs, and why.
+NEEDED = {
+    HYBRID: "which stock vLLM needs",
+    "--block-size=16": "which vLLM's MLA kernel there reads",
+}
 
 
 def classes() -> list[str]:
@@ -47,6 +54,8 @@ def run(kind: str, model: Path, options: Sequence[str]) -> dict[str, Any]:
 
     report, log = model / f"{kind}.json", model / f"{kind}.log"
     report.unlink(missing_ok=True)
+    if model.name in configs.ON_GPUS:
+        return run_for_gpus(kind, model, report, log, options)
     process = forked(engines.run, kind, str(model), list(options), str(report), str(log))
     process.join(SECONDS)
     if process.is_alive():
@@ -59,6 +68,23 @@ def run(kind: str, model: Path, options: Sequence[str]) -> dict[str, Any]:
     return result
 
 
+def run_for_gpus(
+    kind: str, model: Path, report: Path, log: Path, options: Sequence[str]
+) -> dict[str, Any]:
+    """Does the same on the path for GPUs."""
+    given = kind, str(model), str(report), str(log), *options
+    command = [sys.executable, "-m", "model_parts.gpu_path", *given]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "scripts" / "checks")))
+    try:
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {SECONDS} seconds"}
+    if not report.exists():
+        return {"error": "ended without a report"}
+    result: dict[str, Any] = json.loads(report.read_text())
+    return result
+
+
 def result_of(name: str, folder: Path) -> dict[str, Any]:
     """Checks and runs a class, and returns its row: class, result, reason, layers."""
     try:
@@ -66,14 +92,15 @@ def result_of(name: str, folder: Path) -> dict[str, Any]:
     except Exception as error:
         return {"class": name, "result": "no config", "reason": f"{type(error).__name__}: {error}"}
     row: dict[str, Any] = {"class": name, "options": []}
-    for options in ([], [HYBRID]):
+    always = configs.OPTIONS.get(name, [])
+    for options in () if name in configs.ON_GPUS else (always, [*always, HYBRID]):
         checked = run("check", model, options)
         if checked.get("kind") == "UnsupportedError":
             return {**row, "result": "refused", "reason": checked["error"]}
         if not checked:
             break
     first: dict[str, Any] = {}
-    for row["options"], dtype in product(([], [HYBRID]), ("float32", "bfloat16")):
+    for row["options"], dtype in product((always, [*always, HYBRID]), ("float32", "bfloat16")):
         options = [*row["options"], "--dtype", dtype]
         stock = run("stock", model, options)
         if "error" not in stock:
@@ -116,8 +143,8 @@ KINDS = {
 SUMMARY = """\
 Of the {total} decoder-only text model classes in vLLM 0.32's registry **{all_served} are
 compressed** ({share:.0f}%), {served} in all of their layers and {in_part} in part, in the
-layers that keep every token. {refused} are refused, {failed} fail, and {not_started} stock vLLM
-does not start on a CPU.
+layers that keep every token. {refused} are refused, {failed} fail, and {not_started} do not start
+in stock vLLM.
 """
 HEAD = """# Models
 
@@ -125,7 +152,8 @@ HEAD = """# Models
 
 A class is *served* when its tiny random model, started on a CPU as `serve` starts it, gives stock
 vLLM's tokens and log-probabilities at a budget of 1.0, and at 0.25 frees blocks after stock's first
-token. Where vLLM's CPU build lacks an operator, both have a plain one.
+token. Where vLLM's CPU build lacks an operator, both have a plain one. Classes that it
+serves on GPUs alone took the [path for GPUs](limits.md#where-it-runs), on a CPU.
 `vllm-kvcompress doctor MODEL --kv-policy snapkv` says the same of a model's own `config.json`: it
 builds the layers without weights. `scripts/checks/model_matrix.py --write` makes this page.
 
@@ -165,14 +193,13 @@ def why(row: dict[str, Any]) -> str:
     """Returns the last column of a class."""
     if row["result"] in ("served", "in part"):
         beside = [text for kind, text in KINDS.items() if kind in row["layers"]]
-        options = [f"on CPUs with `{option}`, which stock vLLM needs" for option in row["options"]]
-        return "; ".join([*beside, *options])
+        options = [f"on CPUs with `{option}`, {NEEDED[option]}" for option in row["options"]]
+        on_gpus = configs.ON_GPUS.get(row["class"])
+        return "; ".join([*beside, *options, *([f"on GPUs alone: {on_gpus}"] if on_gpus else [])])
     reason = row["reason"].partition(" [type=")[0].partition("; ")[0]
     reason = reason.rpartition("Value error, ")[2] if "Value error, " in reason else reason
     if "failed to be inspected" in reason:
         reason = "vLLM cannot inspect the class"
-    if "requires the V2 model runner" in reason:
-        reason = "vLLM's V2 model runner, which its n-gram embeddings need, needs Triton"
     reason = re.sub(r"\w+(\.\w+)*\.layers\.[\w.]+", "a layer", reason)
     reason = reason.replace(row["class"], "the model").partition(". ")[0]
     return " ".join(reason.replace("|", "/").replace("<", "").split())[:160].rstrip(". ")

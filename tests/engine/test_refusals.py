@@ -70,6 +70,12 @@ MLA = {
     "v_head_dim": 32,
     "max_position_embeddings": 512,
 }
+# An MLA model that vLLM's configuration does not take for one, so no block size is set for it.
+SARVAM = {
+    "model_config.model_arch_config.is_deepseek_mla": False,
+    "model_config.model_arch_config.architectures": ["SarvamMLAForCausalLM"],
+    "cache_config.block_size": 32,
+}
 VISION = {
     "model_type": "siglip_vision_model",
     "hidden_size": 64,
@@ -565,12 +571,15 @@ def wrapped(spec: FullAttentionSpec) -> UniformTypeKVCacheSpecs:
 
 def test_latent_layers_that_the_configuration_does_not_tell_of_are_refused() -> None:
     layers = [SimpleNamespace(layer_name="layers.0.attn", kv_lora_rank=512)]
-    model: Any = SimpleNamespace(use_mla=False, architecture="SarvamMLAForCausalLM")
+    names = {"architecture": "NewForCausalLM", "architectures": ["NewForCausalLM"]}
+    model: Any = SimpleNamespace(use_mla=False, **names)
     with pytest.raises(
         UnsupportedError, match=r"layers.0.attn is an MLA layer.*serve this model without"
     ):
         check_latents(layers, model)
     check_latents([SimpleNamespace(layer_name="layers.0.attn")], model)
+    model.architectures = ["SarvamMLAForCausalLM"]
+    check_latents(layers, model)
 
 
 def test_mla_kernels_that_take_blocks_to_lie_side_by_side_are_refused() -> None:
@@ -602,7 +611,7 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
         (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
         (STEP, "Step1ForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
-        (LOOK_BACK, "within chunks and the chunk before.*serve this model without --kv-policy"),
+        (LOOK_BACK, "chunk before, which vLLM's attention for CPUs does not compute; use a GPU"),
     ],
     ids=["prefix-LM", "attention-free", "ALiBi", "unsaid-ALiBi", "look-back"],
 )
@@ -614,6 +623,23 @@ def test_models_that_cannot_be_compressed_are_refused(
     config = engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True)
     with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
+
+
+def test_chunks_with_a_look_back_take_vllms_triton_kernels_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_takes_flash", lambda _: True)
+    (tmp_path / "config.json").write_text(json.dumps(LOOK_BACK))
+    for attention, reason in (("auto", None), ("flash", "remove --kv-attention flash")):
+        settings = {**SETTINGS, "attention": attention}
+        config = engine_config(str(tmp_path), settings, skip_tokenizer_init=True)
+        config.device_config.device_type = "cuda"
+        assert registration.kernels_for(config, "auto") == "triton"
+        if reason is None:
+            check_engine(config)
+        else:
+            with pytest.raises(UnsupportedError, match=reason):
+                check_engine(config)
 
 
 @pytest.mark.parametrize(
@@ -816,6 +842,9 @@ def test_dual_batch_overlap_is_refused(llama: str) -> None:
         ({"attention": "flash"}, {"device_config.device_type": "cuda"}, "FlashAttention's.*remove"),
         ({}, {"cache_config.cache_dtype": "fp8"}, "the model's type alone.*use .* auto"),
         ({}, {"attention_config.backend": None}, "has AMX.*--attention-backend CPU_MLA"),
+        ({}, SARVAM, "reads blocks of 16 tokens.*add --block-size 16"),
+        ({}, {**SARVAM, "cache_config.block_size": 16}, None),
+        ({"policy": "kvmerger"}, {**SARVAM, "cache_config.block_size": 16}, "merges keys"),
     ],
 )
 def test_what_latent_rows_do_not_allow_is_refused(
@@ -837,6 +866,7 @@ def test_what_latent_rows_do_not_allow_is_refused(
     found = list(reasons_against_latents(config, Settings.from_dict(given)))
     if reason is None:
         check_engine(config)
+        assert registration.kernels_for(config, "auto") == "triton-mla"
         assert not found
     else:
         assert re.search(reason, found[0]), found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 
@@ -238,3 +240,12 @@ def latents(report: dict[str, Any]) -> None:
         serve()
 
     triton_mla.decode_attention_fwd, gpu_worker.enable_gpu_sync_check = noting, serving
+
+
+def plain_models(report: dict[str, Any]) -> None:
+    """Gives models of the matrix of models their weights, and operators that CPUs lack."""
+    sys.path.append(str(Path(__file__).parents[2] / "scripts" / "checks"))
+    from model_parts import engines, operators
+
+    engines.seed_weights()
+    operators.install("LongcatFlashNgramForCausalLM")

@@ -33,6 +33,7 @@ def paged_attention(
     v_scale_cache: Tensor | None = None,
     sinks: Tensor | None = None,
     mm_prefix_range: Tensor | None = None,
+    chunk_lookback: int = -1,
     **options: Any,
 ) -> None:
     """Causal attention of the last queries of every sequence, over its blocks.
@@ -52,6 +53,8 @@ def paged_attention(
         sinks: [query heads] logits that take part in the softmax and have no value; None: none.
         mm_prefix_range: [S, any, 2] first and last token of images whose tokens see each other,
             whatever the window; those that begin and end at 0 are padding.
+        chunk_lookback: chunks before its own that a query attends to, the window being as long as
+            all of them; negative: there are no chunks.
         options: what does not change a plain causal softmax here.
     """
     assert causal is True
@@ -77,6 +80,9 @@ def paged_attention(
         later = torch.ones(last - first, length).triu(length - (last - first) + 1).bool()
         if window_size is not None and window_size[0] >= 0:
             later |= torch.ones_like(later).tril(length - (last - first) - 1 - window_size[0])
+        if window_size is not None and chunk_lookback >= 0:
+            chunk = torch.arange(length) // ((window_size[0] + 1) // (chunk_lookback + 1))
+            later |= chunk[length - (last - first) :, None] - chunk > chunk_lookback
         if mm_prefix_range is not None:
             assert len(mm_prefix_range) == seqused_k.numel()
             positions, num_computed = torch.arange(length), length - (last - first)

@@ -25,7 +25,7 @@ def columns(line: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT2LMHeadModel", "GraniteSWAForCausalLM", "Step1ForCausalLM", "DeepseekV3ForCausalLM"],
+    ["GPT2LMHeadModel", "GraniteSWAForCausalLM", "Step1ForCausalLM", "SarvamMLAForCausalLM"],
 )
 def test_classes_are_served_or_refused_as_the_page_says(tmp_path: Path, name: str) -> None:
     row = result_of(name, tmp_path)

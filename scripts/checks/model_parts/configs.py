@@ -124,6 +124,23 @@ _CHATGLM: dict[str, Any] = {
     "multi_query_attention": True,
     "multi_query_group_num": 2,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_LONGCAT: dict[str, Any] = {
+    "num_layers": LAYERS // 2,  # with two attention layers each
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "zero_expert_num": 2,
+    "zero_expert_type": "identity",
+}
 # What configurations of classes that transformers knows need beside SIZES.
 MORE: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {
@@ -149,12 +166,7 @@ MORE: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": {"mamba_d_ssm": 256},
     "Gemma3ForCausalLM": {**_SLIDING},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1, "head_dim": 64},
-    "LongcatFlashForCausalLM": {
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-        "zero_expert_num": 2,
-        "zero_expert_type": "identity",
-    },
+    "LongcatFlashForCausalLM": {**_LONGCAT},
     "Gemma3nForCausalLM": {
         **_SLIDING,
         "num_kv_shared_layers": 2,
@@ -260,6 +272,10 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "sliding_window": 64,
         "layer_types": ["chunked_attention", "full_attention"] * (LAYERS // 2),
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("chunked_attention", "full_attention")
+        },
     },
     "Glm5NextForCausalLM": {
         "model_type": "glm5_next_text",
@@ -290,6 +306,8 @@ FOREIGN: dict[str, dict[str, Any]] = {
     },
     "LongcatFlashNgramForCausalLM": {
         "model_type": "longcat_flash",
+        **_LONGCAT,
+        "rope_parameters": _YARN,  # without it vLLM's operator for CPUs rotates queries wrongly
         "emb_neighbor_num": 2,
         "emb_split_num": 2,
         "ngram_vocab_size_ratio": 2,
@@ -362,6 +380,14 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
     },
     "TeleFLMForCausalLM": {"mup_scale_factor": 1.0, "output_mult": 1.0, "use_mup": False},
+}
+
+# Options of `serve` without which a class does not start on CPUs.
+OPTIONS = {"SarvamMLAForCausalLM": ["--block-size=16"]}
+# What stock vLLM computes for a class on GPUs alone.
+ON_GPUS = {
+    "LongcatFlashNgramForCausalLM": "n-gram embeddings, which need model runner V2",
+    "Rnj1ForCausalLM": "attention within chunks and the chunk before",
 }
 
 

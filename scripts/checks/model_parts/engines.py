@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,14 @@ def prompt(is_hybrid: bool) -> list[int]:
     return [generator.randrange(4, 256) for _ in range(1800 if is_hybrid else 300)]
 
 
-def run(kind: str, model: str, options: list[str], report: str, log: str) -> None:
+def run(
+    kind: str,
+    model: str,
+    options: list[str],
+    report: str,
+    log: str,
+    platform: AbstractContextManager[None] | None = None,
+) -> None:
     """Checks, or runs, a model in this process, and writes a report.
 
     Args:
@@ -42,13 +50,14 @@ def run(kind: str, model: str, options: list[str], report: str, log: str) -> Non
         options: options of `serve` beside `OPTIONS`.
         report: path of the JSON to write.
         log: path of the file to which the output goes.
+        platform: what makes a command for another platform than this one.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
     gc.freeze()
     try:
-        result = _run(kind, model, options)
+        result = _run(kind, model, options, platform or nullcontext())
     except BaseException as error:
         traceback.print_exc()
         root = _root(error)
@@ -67,7 +76,9 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-def _run(kind: str, model: str, options: list[str]) -> dict[str, Any]:
+def _run(
+    kind: str, model: str, options: list[str], platform: AbstractContextManager[None]
+) -> dict[str, Any]:
     import torch._dynamo
 
     torch._dynamo.config.disable = True
@@ -85,12 +96,13 @@ def _run(kind: str, model: str, options: list[str]) -> dict[str, Any]:
     has_tokenizer = Path(model, "tokenizer.json").exists()
     options = [*options, "--language-model-only" if has_tokenizer else "--skip-tokenizer-init"]
     arguments = [model, *OPTIONS, *options, *([] if kind == "stock" else COMPRESSED)]
-    command = launch.vllm_command(serve.parse_request(arguments))
+    with platform:
+        command = launch.vllm_command(serve.parse_request(arguments))
     _, parsed = launch.parse(command)
     if kind == "check":
         launch.check_command(command)
         return {}
-    _seed_weights()
+    seed_weights()
     engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
     if kind == "stock":
         return {"answer": _answer(engine, "stock", {})}
@@ -107,7 +119,7 @@ def _run(kind: str, model: str, options: list[str]) -> dict[str, Any]:
     }
 
 
-def _seed_weights() -> None:
+def seed_weights() -> None:
     """Has vLLM make up weights of which attention and answers depend, the same in every engine."""
     import torch
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader

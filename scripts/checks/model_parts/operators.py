@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from itertools import pairwise
+from itertools import pairwise, product, takewhile
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -155,6 +155,37 @@ def _longcat() -> None:
     zero_expert_router.zero_experts_compute_triton = compute
 
 
+def n_gram_ids(
+    n: int,
+    k: int,
+    weights: torch.Tensor,
+    mods: torch.Tensor,
+    offsets: torch.Tensor,
+    starts: torch.Tensor,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Hashes each token and those before it, up to a negative one, in n - 1 lengths k times."""
+    for request, (first, last) in enumerate(pairwise(starts.tolist())):
+        row, column = tokens[int(rows[request])].tolist(), int(columns[request])
+        for at, length, by in product(range(first, last), range(n - 1), range(k)):
+            ends, number = column + at - first, length * k + by
+            before = takewhile(lambda token: token >= 0, row[ends::-1][: length + 2])
+            terms = zip(before, weights[length, by].tolist(), strict=False)
+            hashed = sum(token * weight for token, weight in terms) % int(mods[length, by])
+            out[at, number] = hashed + int(offsets[number])
+
+
+def _longcat_ngram() -> None:
+    """Has LongCat Flash Lite hash n-grams of tokens in Python."""
+    from vllm import _custom_ops
+
+    _longcat()
+    _custom_ops.ngram_compute_n_gram_ids = n_gram_ids
+
+
 def _k2_horizon() -> None:
     """Has K2 Horizon ask its experts of values one by one."""
     from vllm.model_executor.models import k2_horizon
@@ -219,6 +250,7 @@ SINGLE: dict[str, Callable[[], None]] = {
     "K2HorizonForCausalLM": _k2_horizon,
     "KimiLinearForCausalLM": _kimi_linear,
     "LongcatFlashForCausalLM": _longcat,
+    "LongcatFlashNgramForCausalLM": _longcat_ngram,
     "OlmoHybridForCausalLM": linear_operators.olmo_hybrid,
     "Qwen4ExpForCausalLM": _qwen4,
 }

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 
 MIN_WORDS = 36  # of a vocabulary whose tokens show which of them are words
+CPU_MLA_BLOCK = 16  # tokens, which vLLM sets by itself where its configuration tells of MLA
 NULL_BLOCK = 0  # stands in block tables where a request holds no block; its tokens are not read
 
 
@@ -61,6 +62,17 @@ def looks_back(model: Any) -> bool:
     return "Rnj1ForCausalLM" in model.architectures and "chunked_attention" in types
 
 
+def lacks_look_back(config: VllmConfig) -> bool:
+    """Whether attention takes no such layers, as for CPUs."""
+    on_cpu: bool = config.device_config.device_type == "cpu"
+    return on_cpu
+
+
+def has_latents(model: Any) -> bool:
+    """Whether a model has MLA layers; vLLM's own answer leaves out Sarvam's."""
+    return bool(model.use_mla) or "SarvamMLAForCausalLM" in model.architectures
+
+
 def has_indexer(model: Any) -> bool:
     """Whether a model's MLA layers read only the tokens that an indexer of theirs chooses."""
     return hasattr(model.hf_text_config, "index_topk")
@@ -70,6 +82,12 @@ def reads_images_causally(config: VllmConfig) -> bool:
     """Whether attention leaves out that tokens of an image see each other, as for CPUs."""
     on_cpu: bool = config.device_config.device_type == "cpu"
     return on_cpu
+
+
+def needs_cpu_mla_block(config: VllmConfig) -> bool:
+    """Whether MLA layers of which vLLM's configuration does not tell got blocks of another size."""
+    size = config.cache_config.block_size
+    return takes_cpu_mla(config) and not config.model_config.use_mla and size != CPU_MLA_BLOCK
 
 
 def takes_cpu_mla(config: VllmConfig) -> bool:
@@ -95,7 +113,7 @@ def cache_bytes_per_token(vllm_config: Any) -> int:
 
     model = vllm_config.model_config
     dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    rows = 1 if model.use_mla else 2  # a latent row, or a key and a value
+    rows = 1 if has_latents(model) else 2  # a latent row, or a key and a value
     numbers = rows * model.get_total_num_kv_heads() * model.get_head_size()
     return int(model.get_total_num_hidden_layers() * numbers * dtype.itemsize)
 

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvcompress.config.settings import Settings
-from vllm_kvcompress.vllm_plugin.compat.config import takes_cpu_mla
+from vllm_kvcompress.vllm_plugin.compat.config import has_latents, takes_cpu_mla
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import num_sharing_layers
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
@@ -76,12 +76,12 @@ def _reasons_of_layers(config: VllmConfig) -> Iterator[str]:
             "a draft model for a model whose layers share caches, where compressed requests were "
             f"seen to read freed pages; leave out --speculative-config, {_REMEDY}."
         )
-    if drafts.use_mla != model.use_mla:
+    if has_latents(drafts) != has_latents(model):
         yield (
             "expected MLA layers in both the model and its draft model or in neither, found them "
             f"in one; use another draft model, {_REMEDY}."
         )
-    elif drafts.use_mla and takes_cpu_mla(config):
+    elif has_latents(drafts) and takes_cpu_mla(config):
         yield (
             "the draft model has MLA layers, and vLLM's kernel for CPUs does not read blocks of "
             f"more tokens than the model's; leave out --speculative-config, {_REMEDY}."

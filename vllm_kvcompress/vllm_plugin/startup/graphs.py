@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.vllm_plugin.compat.config import has_latents
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, num_sharing_layers
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
@@ -28,7 +29,7 @@ def _reason_against_own(vllm_config: VllmConfig, settings: Settings) -> str | No
     """Returns why `auto` picks vLLM's kernels; with `own` most of these are refused at start-up."""
     if not vllm_config.compilation_config.cudagraph_mode.decode_mode().has_full_cudagraphs():
         return "vLLM was told to capture no whole decode steps"
-    if vllm_config.model_config.use_mla:
+    if has_latents(vllm_config.model_config):
         return "this package's kernels do not read latent rows"
     if settings.read is not None:
         return "with --kv-read every step chooses other pages"

@@ -8,13 +8,19 @@ from vllm.config import VllmConfig
 
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
-from vllm_kvcompress.vllm_plugin.compat.config import has_indexer, takes_amx_mla
+from vllm_kvcompress.vllm_plugin.compat.config import (
+    CPU_MLA_BLOCK,
+    has_indexer,
+    has_latents,
+    needs_cpu_mla_block,
+    takes_amx_mla,
+)
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
 
 def reasons_against_latents(config: VllmConfig, settings: Settings) -> Iterator[str]:
     """Yields a refusal for everything that does not work where a model has MLA layers."""
-    if not config.model_config.use_mla:
+    if not has_latents(config.model_config):
         return
     yield from _reasons_of_engine(config, settings)
     for pipeline in resolve_settings(settings).values():
@@ -38,6 +44,11 @@ def _reasons_of_engine(config: VllmConfig, settings: Settings) -> Iterator[str]:
         yield (
             f"{name}, and this CPU has AMX, whose MLA kernels this package does not extend; add "
             "--attention-backend CPU_MLA."
+        )
+    if needs_cpu_mla_block(config):
+        yield (
+            f"{name}, and vLLM's kernel for CPUs reads blocks of {CPU_MLA_BLOCK} tokens, which "
+            f"vLLM does not set for this model; add --block-size {CPU_MLA_BLOCK}."
         )
     if str(config.cache_config.cache_dtype) not in PLAIN_TYPES:
         yield (

@@ -10,6 +10,7 @@ from vllm.config import ModelConfig
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.vllm_plugin.compat.config import has_latents
 from vllm_kvcompress.vllm_plugin.compat.layers import latent_size
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
@@ -84,7 +85,7 @@ def check_latents(layers: list[Any], model: ModelConfig) -> None:
     Raises:
         UnsupportedError: names the layer.
     """
-    for layer in [] if model.use_mla else layers:
+    for layer in [] if has_latents(model) else layers:
         if latent_size(layer) is not None:
             raise UnsupportedError(
                 f"{layer.layer_name} is an MLA layer, which vLLM does not expect by the "

@@ -17,6 +17,7 @@ from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.compat.config import (
+    lacks_look_back,
     looks_back,
     reads_images_causally,
     reasoning_end_ids,
@@ -65,6 +66,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         missing_classes(vllm_config, settings),
         _reasons_of_model(model),
         _reasons_of_images(vllm_config, settings),
+        _reasons_of_look_back(vllm_config, settings),
         reasons_against_latents(vllm_config, settings),
         reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_sharing(vllm_config, settings),
@@ -152,12 +154,18 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
             f"{model.architecture} uses ALiBi, whose bias needs the positions of tokens, which "
             "compressed heads do not keep; serve this model without --kv-policy."
         )
-    if looks_back(model):
-        yield (
-            f"{model.architecture} has layers that attend within chunks and the chunk before, "
-            "which vLLM allows its Triton backend by that name only; serve this model without "
-            "--kv-policy."
-        )
+
+
+def _reasons_of_look_back(vllm_config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a refusal for everything that does not work with chunks and a look-back."""
+    model = vllm_config.model_config
+    if not looks_back(model):
+        return
+    name = f"{model.architecture} has layers that attend within chunks and the chunk before, which"
+    if lacks_look_back(vllm_config):
+        yield f"{name} vLLM's attention for CPUs does not compute; use a GPU."
+    if settings.attention == "flash":
+        yield f"{name} FlashAttention does not compute; remove --kv-attention flash."
 
 
 def _reasons_of_images(config: VllmConfig, settings: Settings) -> Iterator[str]:

@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.compat.config import has_latents, looks_back
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
 _PACKAGE = "vllm_kvcompress.vllm_plugin.worker_side.attention"
@@ -16,6 +17,7 @@ _GPU = {
     "triton": f"{_PACKAGE}.gpu_triton.CompressedTritonBackend",
     "triton-mla": f"{_PACKAGE}.latent_gpu.CompressedTritonLatentBackend",
 }
+_NAMED_TRITON = f"{_PACKAGE}.gpu_triton.NamedTritonBackend"
 
 
 def use_cpu_backend() -> None:
@@ -50,7 +52,8 @@ def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
             f"to take {named}; add --attention-backend CUSTOM, or start with `vllm-kvcompress "
             "serve`."
         )
-    register_backend(AttentionBackendEnum.CUSTOM, _GPU[kernels])
+    looking_back = looks_back(vllm_config.model_config)
+    register_backend(AttentionBackendEnum.CUSTOM, _NAMED_TRITON if looking_back else _GPU[kernels])
 
 
 def backend_paths() -> dict[str, str]:
@@ -68,13 +71,14 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
     Unless flash or triton is wanted: FlashAttention where it can be, else Triton, which takes every
     model. Of those for MLA it is Triton's.
     """
-    if vllm_config.model_config.use_mla:
+    if has_latents(vllm_config.model_config):
         return "triton-mla"
     if wanted in _GPU:
         return wanted
     # FlashAttention takes queries in fp8 alone, or no such cache; few of its versions take tokens
-    # that see later ones.
-    if is_quantized(vllm_config) or vllm_config.model_config.is_mm_prefix_lm:
+    # that see later ones, and none chunks with a look-back.
+    model = vllm_config.model_config
+    if is_quantized(vllm_config) or model.is_mm_prefix_lm or looks_back(model):
         return "triton"
     return "flash" if _takes_flash(vllm_config) else "triton"
 

@@ -66,3 +66,12 @@ class CompressedTritonBackend(CompressedGPUBackend, triton_attn.TritonAttentionB
         queries_per_kv = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
         *shape, padded = _split_shape(queries_per_kv, model.get_head_size())
         return FP32_BYTES * math.prod(shape) * (padded + 2)
+
+
+class NamedTritonBackend(CompressedTritonBackend):
+    """The same by the name that vLLM asks for in layers that see their chunk and the one before."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Returns the name of vLLM's own backend."""
+        return "TRITON_ATTN"
