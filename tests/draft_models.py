@@ -12,6 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
 
+# Models whose windows have smaller heads, whose layers read the caches of others, and of both
+# kinds. Another model drafts for them.
+REPEATING: dict[str, tuple[str, dict[str, Any]]] = {
+    "head-sizes": ("gemma4", {}),
+    "shared": ("gemma3n", {}),
+    "both": ("gemma4", {"num_kv_shared_layers": 2}),
+}
+
 
 def speculation(method: str, path: Path | str | None) -> dict[str, Any]:
     """Returns the speculative config of a draft model, of a head, or of the model's own layer."""
@@ -23,8 +31,8 @@ def build(directory: Path, method: str) -> tuple[str, dict[str, Any]]:
     """Returns a model's directory, and the speculative config of what drafts for it.
 
     Beside methods there are "latent", an MTP layer of a model with MLA layers; "windows", a layer
-    of a model that has sliding windows in others; and "sinks", another model for one with sinks and
-    windows, which accepts next to nothing.
+    of a model that has sliding windows in others; "sinks", another model for one with sinks and
+    windows, which accepts next to nothing; and one of each of `REPEATING`.
     """
     if method == "mtp":
         return str(with_mtp_layer(directory / "mimo")), speculation(method, None)
@@ -32,6 +40,8 @@ def build(directory: Path, method: str) -> tuple[str, dict[str, Any]]:
         return str(with_latent_mtp_layer(directory / method)), speculation("mtp", None)
     if method == "windows":
         return with_windows(directory / method)
+    if method in REPEATING:
+        return beside_repeating(directory / method, *REPEATING[method])
     if method == "sinks":
         _, drafts = build(directory / method, "draft_model")
         return str(tiny_models.build("gpt_oss", directory / method)), drafts
@@ -58,6 +68,29 @@ def with_windows(directory: Path) -> tuple[str, dict[str, Any]]:
     AutoModelForCausalLM.from_pretrained(
         model, num_hidden_layers=1, layer_types=kinds[:1]
     ).save_pretrained(draft)
+    return str(model), speculation("draft_model", draft)
+
+
+def beside_repeating(
+    directory: Path, family: str, changes: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Writes a model, and a Llama of one layer, which mostly guesses that a token comes again.
+
+    Random models do repeat tokens.
+    """
+
+    def fill_padding(model: Any) -> None:
+        """Changes the padding token, since vLLM's Gemma 3n makes NaN of an embedding of zeros."""
+        model.model.embed_tokens.weight.data[2] = model.model.embed_tokens.weight[3].flip(0)
+
+    def damp(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.data.mul_(0.1)
+
+    model = tiny_models.build(family, directory, change=fill_padding, **changes)
+    shape = {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    draft = tiny_models.build("llama", directory / "draft", change=damp, **shape)
     return str(model), speculation("draft_model", draft)
 
 

@@ -6,10 +6,12 @@ The scenario runner compares the bookkeeping of scheduler, block pool and worker
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import tiny_models
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 from vllm_kvcompress.config.settings import Settings
@@ -186,3 +188,23 @@ def test_debug_mode_detects_reads_of_freed_blocks(
             enable_prefix_caching=False,
             max_num_batched_tokens=128,
         )
+
+
+def test_debug_mode_where_windows_have_smaller_heads(
+    model_directory: Path, run_engine: Run
+) -> None:
+    """Windows do not take poisoned keys for their values; a read of freed blocks is detected."""
+    given: dict[str, Any] = {
+        "settings": QUARTER,
+        "environment": {"KVCOMPRESS_CHECK": "1"},
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 128,
+    }
+    phases = [[request(f"{i}", prompt(300, seed=i), 40) for i in range(3)]]
+    model = str(tiny_models.build("gemma4", model_directory))
+    report = run_engine(model, phases, **given)
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    alone = [[request("a", prompt(300, seed=1), 4)]]
+    probes = ["tests.engine.damage:free_sources_unseen"]
+    with pytest.raises(pytest.fail.Exception, match="NaNs detected in logits"):
+        run_engine(model, alone, probes=probes, **given)

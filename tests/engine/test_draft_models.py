@@ -53,11 +53,14 @@ def test_outputs_with_a_draft_model_are_those_without(drafting: Drafting, run_en
         check_drafted(report, plain)
 
 
-@pytest.mark.parametrize("model", ["windows", "sinks"])
+@pytest.mark.parametrize(
+    ("model", "block_size"),
+    [("windows", 64), ("sinks", 64), ("head-sizes", 128), ("shared", 32), ("both", 64)],
+)
 def test_sliding_windows_beside_what_is_compressed(
-    model: str, drafting: Drafting, run_engine: Run, outputs_without: Run
+    model: str, block_size: int, drafting: Drafting, run_engine: Run, outputs_without: Run
 ) -> None:
-    """Prefix hits are of the model's two kinds of layers and of the draft's.
+    """Prefix hits are of the model's two kinds of layers and of the draft's, in its blocks.
 
     Stock vLLM's runner for CPUs gives other outputs with drafts for such models than without.
     """
@@ -72,8 +75,9 @@ def test_sliding_windows_beside_what_is_compressed(
     )
     plain = outputs_without(served)
     check_drafted(report, plain)
-    for name in ("second", "again"):  # in blocks of 64 tokens
-        assert report["outputs"][name]["cached"] == plain["outputs"][name]["cached"] // 64 * 64 > 0
+    for name in ("second", "again"):
+        expected = plain["outputs"][name]["cached"] // block_size * block_size
+        assert report["outputs"][name]["cached"] == expected > 0
 
 
 def test_prefix_hits_and_preemption(drafting: Drafting, run_engine: Run) -> None:
@@ -82,23 +86,34 @@ def test_prefix_hits_and_preemption(drafting: Drafting, run_engine: Run) -> None
     first = [request("first", common + prompt(60, seed=1), 40)]
     others = [request("second", common + prompt(90, seed=2), 40)]
     others += [request(f"grows-{i}", prompt(150, seed=10 + i), 200) for i in range(6)]
-    given = {"settings": settings("prompt"), "probes": [NOTED], "environment": CHECKED}
-    target, drafts = drafting("draft_model")
-    plain = run_engine(target, [first, others], **given)
-    report = run_engine(
-        target,
-        [first, others],
-        speculative_config=drafts,
-        num_gpu_blocks_override=62,
-        max_model_len=1024,
-        **given,
-    )
-    assert report["preemptions"] > 0
+    pool = {"num_gpu_blocks_override": 62, "max_model_len": 1024}
+    report = check_preempted("draft_model", pool, [first, others], drafting, run_engine)
     assert report["outputs"]["second"]["cached"] == 640  # in blocks of 64 tokens
+
+
+@pytest.mark.parametrize(("model", "num_blocks"), [("shared", 60), ("both", 50)])
+def test_preemption_where_windows_differ_or_caches_are_shared(
+    model: str, num_blocks: int, drafting: Drafting, run_engine: Run
+) -> None:
+    requests = [request(f"grows-{i}", prompt(150, seed=10 + i), 100) for i in range(5)]
+    pool = {"num_gpu_blocks_override": num_blocks, "max_model_len": 400}
+    check_preempted(model, pool, [requests], drafting, run_engine)
+
+
+def check_preempted(
+    model: str, pool: dict[str, int], phases: list, drafting: Drafting, run_engine: Run
+) -> dict[str, Any]:
+    """Checks that requests are preempted in so small a pool, with outputs as without drafts."""
+    given = {"settings": settings("prompt"), "probes": [NOTED], "environment": CHECKED}
+    target, drafts = drafting(model)
+    plain = run_engine(target, phases, **given)
+    report = run_engine(target, phases, speculative_config=drafts, **pool, **given)
+    assert report["preemptions"] > 0
     assert report["drafts"][1] > 0
     assert report["free_at_end"] == report["num_blocks"] - 1
     for name, expected in plain["outputs"].items():
         assert report["outputs"][name]["tokens"] == expected["tokens"], name
+    return report
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])

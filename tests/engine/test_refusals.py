@@ -305,7 +305,7 @@ def mtp(**fields: object) -> dict[str, Any]:
         ({}, {"parallel_config.tensor_parallel_size": 2}, None),
         ({}, {"parallel_config.pipeline_parallel_size": 2}, "last stage only.*tensor-parallel"),
         ({}, {"speculative_config.parallel_drafting": True}, "masked tokens.*leave it out, or"),
-        ({}, {"model_config.hf_text_config.num_kv_shared_layers": 2}, "layers share caches"),
+        ({}, {"model_config.hf_text_config.num_kv_shared_layers": 2}, None),
         ({}, mtp(model_type="gemma4_mtp"), "layers read the model's cache.*, or use"),
         ({}, mtp(num_nextn_predict_layers=2), "each draft one token.*num_speculative_tokens 1, or"),
         ({}, mtp(num_nextn_predict_layers=1), None),
@@ -348,7 +348,7 @@ def test_latent_rows_are_in_both_models_or_in_neither(
     config = engine_config(latent, {**SETTINGS, "policy": "snapkv"}, speculative_config=drafts)
     with pytest.raises(UnsupportedError, match=r"kernel for CPUs.*or use --speculative.*ngram"):
         check_engine(config)
-    monkeypatch.setattr(draft_refusals, "takes_cpu_mla", lambda _: False)
+    monkeypatch.setattr(draft_refusals, "takes_cpu_kernels", lambda _: False)
     check_engine(config)
     drafts = {"method": "draft_model", "model": llama, "num_speculative_tokens": 2}
     config = engine_config(latent, {**SETTINGS, "policy": "snapkv"}, speculative_config=drafts)

@@ -71,7 +71,7 @@ def replace_device(stock_backend: str) -> None:
     torch.accelerator.empty_cache = _end_of_measurement
 
     _serve_latents_as_on_gpus()
-    refusals.reads_images_causally = refusals.lacks_look_back = lambda *_: False
+    refusals.takes_cpu_kernels = refusals.lacks_look_back = lambda *_: False
 
     def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:
         return stock_backend if selected is None else selected.get_path()
@@ -92,7 +92,7 @@ def replace_device(stock_backend: str) -> None:
 def _serve_latents_as_on_gpus() -> None:
     """vLLM's CPU platform sets a block size for MLA, and switches off what needs its contexts."""
     replace_latent_operators()
-    latent_refusals.takes_amx_mla = draft_refusals.takes_cpu_mla = lambda *_: False
+    latent_refusals.takes_amx_mla = draft_refusals.takes_cpu_kernels = lambda *_: False
     latent_refusals.needs_cpu_mla_block = lambda *_: False
     update = type(current_platform).check_and_update_config
 

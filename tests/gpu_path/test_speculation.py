@@ -81,7 +81,10 @@ PROMPTS_ONLY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "windows", "sinks"])
+@pytest.mark.parametrize(
+    "method",
+    ["draft_model", "eagle3", "mtp", "windows", "sinks", "head-sizes", "shared", "both"],
+)
 def test_asynchronous_steps_are_planned_before_drafts_are_accepted(
     method: str, drafting: Drafting, run_gpu_path: Run
 ) -> None:
@@ -141,11 +144,14 @@ def test_drafts_are_verified_in_mla_layers(how: str, drafting: Drafting, run_gpu
             assert report["drafted"][name] == stock["drafted"][name], name
 
 
+@pytest.mark.parametrize(
+    ("method", "num_blocks"), [("draft_model", 34), ("head-sizes", 40), ("shared", 56)]
+)
 def test_preempted_requests_draft_in_asynchronous_steps(
-    drafting: Drafting, run_gpu_path: Run
+    method: str, num_blocks: int, drafting: Drafting, run_gpu_path: Run
 ) -> None:
     """They read prompt and answer again, whose event comes at the same place."""
-    served, drafts = drafting("draft_model")
+    served, drafts = drafting(method)
     requests = [request(f"r{i}", prompt(60 + 20 * i, seed=i), 100) for i in range(5)]
     plain = run_gpu_path(served, [requests], **PROMPTS_ONLY)
     report = run_gpu_path(
@@ -153,7 +159,7 @@ def test_preempted_requests_draft_in_asynchronous_steps(
         [requests],
         **PROMPTS_ONLY,
         speculative_config=drafts,
-        num_gpu_blocks_override=34,
+        num_gpu_blocks_override=num_blocks,
         max_model_len=400,
     )
     assert report["preemptions"] > 0

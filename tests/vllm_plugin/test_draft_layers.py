@@ -122,32 +122,30 @@ def test_models_that_do_not_fit_together_are_refused() -> None:
     mixed = layers(2, 2, compressed()) | {"draft.1": compressed(1)}
     with pytest.raises(UnsupportedError, match="one size of cache in the draft model"):
         with_draft_layers(mixed, {"draft.0", "draft.1"})
-    for other, reason in (
-        (
-            ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
-            "found Chunked.*, Compressed",
-        ),
-        (
-            SlidingWindowSpec(**SHAPE | {"head_size": 64}, sliding_window=64),
-            "pages of another size",
-        ),
-    ):
-        with pytest.raises(UnsupportedError, match=rf"{reason}.*; use ngram"):
-            with_draft_layers({**layers(2, 1, compressed()), "model.1": other}, {"draft.0"})
+    chunked = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
+    with pytest.raises(UnsupportedError, match=r"found Chunked.*, Compressed.*; use ngram"):
+        with_draft_layers({**layers(2, 1, compressed()), "model.1": chunked}, {"draft.0"})
     with pytest.raises(UnsupportedError, match=r"in the draft model.*found Sliding"):
         with_draft_layers({**layers(2, 1, compressed()), "draft.0": WINDOW}, {"draft.0"})
 
 
 @pytest.mark.parametrize(
-    ("num_full", "num_windows", "num_draft_layers", "sizes"),
-    [(12, 12, 1, [1, 12, 12]), (4, 20, 1, [1, 4, *[4] * 5]), (3, 3, 3, [3, 3, 3])],
+    ("num_full", "num_windows", "head_size", "num_draft_layers", "sizes"),
+    [
+        (12, 12, 32, 1, [1, 12, 12]),
+        (4, 20, 32, 1, [1, 4, *[4] * 5]),
+        (3, 3, 32, 3, [3, 3, 3]),
+        (3, 12, 16, 1, [1, 3, 6, 6]),
+        (4, 8, 64, 4, [4, 4, *[2] * 4]),
+    ],
 )
 def test_sliding_windows_have_the_groups_that_they_have_without_drafts(
-    num_full: int, num_windows: int, num_draft_layers: int, sizes: list[int]
+    num_full: int, num_windows: int, head_size: int, num_draft_layers: int, sizes: list[int]
 ) -> None:
     """The compressed layers stay in one group, whose blocks are as large as before."""
     specs = layers(num_full, num_draft_layers, compressed())
-    specs |= {f"window.{i}": WINDOW for i in range(num_windows)}
+    window = SlidingWindowSpec(**SHAPE | {"head_size": head_size}, sliding_window=64)
+    specs |= {f"window.{i}": window for i in range(num_windows)}
     groups = groups_of(with_draft_layers(specs, [name for name in specs if "draft" in name]))
     assert [len(group.layer_names) for group in groups] == sizes
     bytes_of = [

@@ -222,11 +222,13 @@ class BlockTags:
         owned: by group and request id, all blocks of each request in the step.
         poisoned: blocks whose content must not be read any more.
         cleared: blocks of draft layers for new tokens, which may have been poisoned.
+        has_other_pages: whether values of other layers may lie where keys are poisoned.
     """
 
     owned: dict[tuple[int, str], frozenset[int]] = field(default_factory=dict)
     poisoned: tuple[int, ...] = ()
     cleared: tuple[int, ...] = ()
+    has_other_pages: bool = False
 
 
 @dataclass

@@ -339,19 +339,13 @@ def with_draft_layers(
     Raises:
         UnsupportedError: layers of full attention of either model do not have one and the same
             cache, the draft model's is larger than the model's, or other layers lie beside them
-            than sliding windows with pages as large.
+            than sliding windows.
     """
     if not drafts:
         return dict(specs)
     others = {name: spec for name, spec in specs.items() if name not in drafts}
     full = [spec for spec in others.values() if not isinstance(spec, SlidingWindowSpec)]
     target = _only_spec(full, "the model")
-    if any(spec.page_size_bytes != target.page_size_bytes for spec in others.values()):
-        raise UnsupportedError(
-            "drafts of a model: its sliding windows have pages of another size than its full "
-            "attention, and compressed requests were seen to read freed pages beside such drafts; "
-            "use ngram, or serve without --kv-policy."
-        )
     draft = _only_spec([specs[name] for name in drafts], "the draft model")
     room, needed = len(full) * target.page_size_bytes, len(drafts) * draft.page_size_bytes
     if needed > room:

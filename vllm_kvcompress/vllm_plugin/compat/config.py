@@ -78,8 +78,11 @@ def has_indexer(model: Any) -> bool:
     return hasattr(model.hf_text_config, "index_topk")
 
 
-def reads_images_causally(config: VllmConfig) -> bool:
-    """Whether attention leaves out that tokens of an image see each other, as for CPUs."""
+def takes_cpu_kernels(config: VllmConfig) -> bool:
+    """Whether attention is vLLM's for CPUs.
+
+    There tokens of an image do not see each other, and MLA layers read blocks of 16 tokens only.
+    """
     on_cpu: bool = config.device_config.device_type == "cpu"
     return on_cpu
 
@@ -87,13 +90,7 @@ def reads_images_causally(config: VllmConfig) -> bool:
 def needs_cpu_mla_block(config: VllmConfig) -> bool:
     """Whether MLA layers of which vLLM's configuration does not tell got blocks of another size."""
     size = config.cache_config.block_size
-    return takes_cpu_mla(config) and not config.model_config.use_mla and size != CPU_MLA_BLOCK
-
-
-def takes_cpu_mla(config: VllmConfig) -> bool:
-    """Whether MLA layers take vLLM's kernel for CPUs, which reads blocks of 16 tokens only."""
-    on_cpu: bool = config.device_config.device_type == "cpu"
-    return on_cpu
+    return takes_cpu_kernels(config) and not config.model_config.use_mla and size != CPU_MLA_BLOCK
 
 
 def takes_amx_mla(vllm_config: Any) -> bool:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan, kernel_blocks
@@ -115,6 +117,11 @@ class SchedulerChecks:
         self._table = table
         managers = table.all_managers
         self._draft_managers = [each for each in managers if isinstance(each, DraftBlockManager)]
+        # Their values may lie where compressed layers have keys.
+        self._has_other_pages = any(
+            isinstance(spec, SlidingWindowSpec) and spec.head_size != table.spec.head_size
+            for spec in (manager.kv_cache_spec for manager in table.others)
+        )
         self._kept = kept
         self._unreadable: set[int] = set()
 
@@ -147,7 +154,9 @@ class SchedulerChecks:
         unreadable = set(kernel_blocks(self._find_unreadable(), split))
         poisoned = unwritten | (unreadable - self._unreadable)
         self._unreadable = unreadable
-        return BlockTags(owned, tuple(sorted(poisoned)), tuple(sorted(cleared)))
+        return BlockTags(
+            owned, tuple(sorted(poisoned)), tuple(sorted(cleared)), self._has_other_pages
+        )
 
     def _find_unreadable(self) -> Iterator[int]:
         """Yields blocks that no request holds and that no cached prefix or kept state has.

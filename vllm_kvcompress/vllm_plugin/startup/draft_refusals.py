@@ -8,8 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvcompress.config.settings import Settings
-from vllm_kvcompress.vllm_plugin.compat.config import has_latents, takes_cpu_mla
-from vllm_kvcompress.vllm_plugin.startup.layer_refusals import num_sharing_layers
+from vllm_kvcompress.vllm_plugin.compat.config import has_latents, takes_cpu_kernels
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 _REMEDY = "or use --speculative-config with ngram"
@@ -71,17 +70,12 @@ def reasons_against_draft_model(config: VllmConfig, settings: Settings) -> Itera
 def _reasons_of_layers(config: VllmConfig) -> Iterator[str]:
     """Yields a refusal for kinds of layers of the two models that do not work together."""
     model, drafts = config.model_config, config.speculative_config.draft_model_config
-    if num_sharing_layers(model):
-        yield (
-            "a draft model for a model whose layers share caches, where compressed requests were "
-            f"seen to read freed pages; leave out --speculative-config, {_REMEDY}."
-        )
     if has_latents(drafts) != has_latents(model):
         yield (
             "expected MLA layers in both the model and its draft model or in neither, found them "
             f"in one; use another draft model, {_REMEDY}."
         )
-    elif has_latents(drafts) and takes_cpu_mla(config):
+    elif has_latents(drafts) and takes_cpu_kernels(config):
         yield (
             "the draft model has MLA layers, and vLLM's kernel for CPUs does not read blocks of "
             f"more tokens than the model's; leave out --speculative-config, {_REMEDY}."

@@ -19,8 +19,8 @@ from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.compat.config import (
     lacks_look_back,
     looks_back,
-    reads_images_causally,
     reasoning_end_ids,
+    takes_cpu_kernels,
     uses_alibi,
 )
 from vllm_kvcompress.vllm_plugin.compat.options import DRAFTS, plugin_options
@@ -177,7 +177,7 @@ def _reasons_of_images(config: VllmConfig, settings: Settings) -> Iterator[str]:
         return
     name = f"{config.model_config.architecture} lets all tokens of an image see each other"
     text = "serve text alone with --language-model-only"
-    if reads_images_causally(config):
+    if takes_cpu_kernels(config):
         yield f"{name}, which vLLM's attention for CPUs does not do; {text} {_OFF}."
     if settings.attention == "flash":
         yield (

@@ -18,6 +18,7 @@ from vllm_kvcompress.vllm_plugin.compat.worker import host_lengths
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 
 POISON = 30000.0  # as a value, or the largest that the cache's type has
+LARGE = 3e38  # the same as a key that is no NaN, so that scores are infinite
 
 
 class WorkerChecks:
@@ -32,20 +33,17 @@ class WorkerChecks:
         """Takes the owner of every block, and poisons the blocks that no request may read.
 
         Keys become NaN. Values (and keys that are values, too) become large, since vLLM's kernels
-        multiply those behind a request's last token by 0. Blocks of draft layers become 0, since
-        their values may lie where a key is poisoned.
+        multiply those behind a request's last token, and before a window, by 0. Where windows have
+        heads of another size, their values may lie where a key is poisoned: keys become large, too.
+        Blocks of draft layers become 0 for the same reason.
         """
         self._tags = plan.tags or BlockTags()
         # vLLM's dummy requests, which warm up its kernels, have no plan.
         self._are_ours = plan.tags is not None
         for pool in pools if self._tags.poisoned else ():
             pages = pool.fresh_pages(torch.tensor(self._tags.poisoned, device=pool.device))
-            rows = (
-                torch.full((pool.row_size,), number, device=pool.device, dtype=pool.dtype)
-                if pool.quantization is None
-                else pool.quantization.filled(number, pool.row_size).to(pool.device)
-                for number in (torch.nan, POISON)[-len(pool.stored) :]
-            )
+            numbers = (LARGE, LARGE) if self._tags.has_other_pages else (torch.nan, POISON)
+            rows = (_filled(pool, number) for number in numbers[-len(pool.stored) :])
             shape = (len(pages), pool.block_size, -1)
             pool.write(pages, *(row.view(pool.pages.dtype).expand(shape) for row in rows))
         for pool in pools if self._tags.cleared else ():
@@ -150,6 +148,15 @@ class WorkerChecks:
                 f"{request_id} {does} blocks of group {group.group}: expected some of "
                 f"{sorted(owned)}, found {sorted(others)} besides."
             )
+
+
+def _filled(pool: PagePool, number: float) -> Tensor:
+    """Returns a [row_size] row of a number, or of the largest one that can be stored."""
+    if pool.quantization is not None:
+        return pool.quantization.filled(number, pool.row_size).to(pool.device)
+    largest = torch.finfo(pool.dtype).max
+    row = torch.full((pool.row_size,), number, device=pool.device)
+    return row.clamp_max(largest).to(pool.dtype)
 
 
 def _first(table: Tensor, counts: Tensor) -> Tensor:
