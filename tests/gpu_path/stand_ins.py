@@ -71,7 +71,7 @@ def replace_device(stock_backend: str) -> None:
     torch.accelerator.empty_cache = _end_of_measurement
 
     _serve_latents_as_on_gpus()
-    refusals.takes_cpu_kernels = refusals.lacks_look_back = lambda *_: False
+    refusals.takes_cpu_kernels = lambda *_: False
 
     def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:
         return stock_backend if selected is None else selected.get_path()

@@ -62,12 +62,6 @@ def looks_back(model: Any) -> bool:
     return "Rnj1ForCausalLM" in model.architectures and "chunked_attention" in types
 
 
-def lacks_look_back(config: VllmConfig) -> bool:
-    """Whether attention takes no such layers, as for CPUs."""
-    on_cpu: bool = config.device_config.device_type == "cpu"
-    return on_cpu
-
-
 def has_latents(model: Any) -> bool:
     """Whether a model has MLA layers; vLLM's own answer leaves out Sarvam's."""
     return bool(model.use_mla) or "SarvamMLAForCausalLM" in model.architectures
@@ -81,7 +75,8 @@ def has_indexer(model: Any) -> bool:
 def takes_cpu_kernels(config: VllmConfig) -> bool:
     """Whether attention is vLLM's for CPUs.
 
-    There tokens of an image do not see each other, and MLA layers read blocks of 16 tokens only.
+    There tokens of an image do not see each other, no layer looks back into the chunk before, and
+    MLA layers read blocks of 16 tokens only.
     """
     on_cpu: bool = config.device_config.device_type == "cpu"
     return on_cpu

@@ -17,7 +17,6 @@ from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.compat.config import (
-    lacks_look_back,
     looks_back,
     reasoning_end_ids,
     takes_cpu_kernels,
@@ -162,7 +161,7 @@ def _reasons_of_look_back(vllm_config: VllmConfig, settings: Settings) -> Iterat
     if not looks_back(model):
         return
     name = f"{model.architecture} has layers that attend within chunks and the chunk before, which"
-    if lacks_look_back(vllm_config):
+    if takes_cpu_kernels(vllm_config):
         yield f"{name} vLLM's attention for CPUs does not compute; use a GPU."
     if settings.attention == "flash":
         yield f"{name} FlashAttention does not compute; remove --kv-attention flash."
