@@ -59,6 +59,16 @@ def test_explanation_can_be_printed_as_text(capsys: pytest.CaptureFixture[str]) 
     assert any(line[:2] == ["anchor", "mean_normalized"] for line in lines)
 
 
+def test_auto_is_explained_as_what_it_stands_for_with_measured_heads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["policies", "explain", "auto"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("auto stands for attention+headkv;")
+    assert "attention+headkv" in text.splitlines()
+    assert "or heads that the engine measures" in text
+
+
 def test_explanation_names_the_protocol_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policies", "explain", "kvslimmer"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -10,10 +10,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.config.auto import (
+    AUTO,
     DEFAULT_POLICY,
+    MEASURING_PART,
     PROFILED_FROM,
     PROFILED_POLICY,
     PROFILED_POLICY_BELOW,
+    named_policy,
 )
 from vllm_kvcompress.scheduling.protocols import protocol_of
 
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 
 _UNIFORM = "the same for every layer and head"
 _WIDTH = 100
+_AUTO = (
+    f"auto stands for {PROFILED_POLICY}; with a budget in tokens, or less than {PROFILED_FROM} of "
+    f"the prompt, for {PROFILED_POLICY_BELOW}; without measured heads for {DEFAULT_POLICY}\n"
+)
 _SAVINGS = (
     ("memory", "a policy, this one too: what it evicts or merges frees blocks of the KV cache"),
     ("reading", "--kv-read: decode steps read a part of what is held; nothing is freed"),
@@ -52,10 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(info) for info in infos], indent=2))
         return 0
     print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv")
-    print(
-        f"auto stands for {PROFILED_POLICY}; with a budget in tokens, or less than {PROFILED_FROM} "
-        f"of the prompt, for {PROFILED_POLICY_BELOW}; without measured heads for {DEFAULT_POLICY}\n"
-    )
+    print(_AUTO)
     print("\n\n".join(_described(info) for info in infos if not issubclass(info, Modifier)))
     print("\nModifiers\n")
     print("\n\n".join(_described(info) for info in infos if issubclass(info, Modifier)))
@@ -65,12 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_explain(arguments: argparse.Namespace) -> int:
     from vllm_kvcompress.policies import describe
 
-    parts = describe(arguments.policy)
+    parts = describe(named_policy(arguments.policy, has_heads=True))
     stages = pipeline_stages(parts)
     if arguments.json:
         print(json.dumps(_explained_json(parts, stages), indent=2))
         return 0
     described = "+".join(part.name for part in parts)
+    if arguments.policy == AUTO:
+        print(_AUTO)
     print(described)
     print("\nstages")
     print(_table([(name, part or "(default)", does) for name, part, does in stages]))
@@ -80,7 +86,7 @@ def _run_explain(arguments: argparse.Namespace) -> int:
         print(_table(rows))
     for part in parts:
         if part.profile is not None:
-            print(f"\n{part.name} needs a {part.profile} file: --kv-profile FILE")
+            print(f"\n{part.name} needs {_profile(part)}")
     if (protocol := protocol_of(described)) is not None:
         budget = "any" if protocol.budget is None else f"{protocol.budget} tokens per KV head"
         print("\nas in the paper (--kv-trigger paper)")
@@ -111,9 +117,15 @@ def _described(info: type[Part]) -> str:
     if bases := bases_of(info):
         lines.append(f"  goes on {', '.join(bases)}")
     if info.profile is not None:
-        lines.append(f"  needs a {info.profile} file (--kv-profile FILE)")
+        lines.append(f"  needs {_profile(info)}")
     rows = [(p.name, str(p.default), _meaning(p)) for p in info.parameters()]
     return "\n".join([*lines, *([_table(rows, indent="    ")] if rows else [])])
+
+
+def _profile(part: type[Part]) -> str:
+    """Says which file a part reads, and whether an engine can do without."""
+    measured = ", or heads that the engine measures" if part.profile == MEASURING_PART else ""
+    return f"a {part.profile} file: --kv-profile FILE{measured}"
 
 
 def _meaning(parameter: Parameter) -> str:

@@ -165,8 +165,8 @@ class SettingsFields(Options):
     min_answer_tokens: int = option(
         0,
         "leave prompts whole whose answer is limited (`max_tokens`) to fewer tokens than this, "
-        f"while no request waits and half of the pool is free (default {AUTO_MIN_ANSWER_TOKENS} "
-        "with `auto`, else 0)",
+        f"while no request waits and half of the pool is free; {AUTO_MIN_ANSWER_TOKENS} with "
+        "`auto` if not given",
         "N",
         ge=0,
         le=MAX_TOKENS,
@@ -180,10 +180,13 @@ class SettingsFields(Options):
         example="snapkv,none",
     )
     min_request_budget: Budget | None = option(
-        None, "smallest fraction that a request may ask for, with `vllm_xargs` `kv_budget`", "B"
+        None,
+        "smallest fraction that a request may ask for, with `vllm_xargs` `kv_budget`; needs "
+        "--kv-max-request-budget",
+        "B",
     )
     max_request_budget: Budget | None = option(
-        None, "largest fraction that a request may ask for", "B"
+        None, "largest fraction that a request may ask for; needs the smallest", "B"
     )
     min_request_ceiling: Ceiling | None = option(
         None,

@@ -81,9 +81,14 @@ class PromptSettings(Options):
         le=MAX_TOKENS,
     )
     min_request_rate: Rate | None = option(
-        None, f"smallest rate that a request may ask for, with `vllm_xargs` `{REQUEST_RATE}`", "R"
+        None,
+        f"smallest rate that a request may ask for, with `vllm_xargs` `{REQUEST_RATE}`; needs "
+        "--prompt-max-request-rate",
+        "R",
     )
-    max_request_rate: Rate | None = option(None, "largest rate that a request may ask for", "R")
+    max_request_rate: Rate | None = option(
+        None, "largest rate that a request may ask for; needs the smallest", "R"
+    )
     device: str = option("cpu", "where the classifier runs", "D", min_length=1, example="cuda:1")
 
     @field_validator("compressor")
