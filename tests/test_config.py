@@ -465,3 +465,21 @@ def test_auto_reads_a_profile_of_its_own() -> None:
     assert other.for_request(RequestOptions(policy="auto")).policy == DEFAULT_POLICY
     assert other.for_request(RequestOptions(policy="auto")).profile is None
     assert Settings.from_dict(settings.to_dict()) == settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"protect": ["system"], "read": "quest:0.5"}, ("--kv-protect", "--kv-read")),
+        (
+            {"keep_prompt": 0.25, "ceiling": 512, "reuse_conversations": "anew"},
+            ("--kv-keep-prompt", "--kv-reuse-conversations"),
+        ),
+    ],
+)
+def test_refusals_of_protection_name_both_options(
+    settings: dict[str, Any], options: tuple[str, str]
+) -> None:
+    own, other = options
+    with pytest.raises(ConfigError, match=rf"\({own}\): expected no {other} beside it"):
+        Settings.from_dict({"policy": "spans", **settings})

@@ -114,10 +114,10 @@ class Settings(DerivedSettings):
                 "requests name other tokens with vllm_xargs kv_protect."
             )
         if self.protect and (self.read is not None or self.prompts is not None):
-            other = "read" if self.read is not None else "prompts"
+            other = "--kv-read" if self.read is not None else "--prompt-compressor"
             raise ValueError(
-                f"protect: with {other} parts of protected messages would not be read; leave one "
-                "of the two out."
+                f"protect (--kv-protect): expected no {other} beside it, which would leave parts "
+                "of protected messages unread; remove one of the two."
             )
         if self.protect_mode == "fair" and self.keep_prompt is not None:
             raise ValueError(
@@ -137,10 +137,10 @@ class Settings(DerivedSettings):
                 "whole; leave one of the two out."
             )
         if self.read is not None or self.conversations is not None:
-            other = "read" if self.read is not None else "reuse_conversations"
+            other = "--kv-read" if self.read is not None else "--kv-reuse-conversations"
             raise ValueError(
-                f"keep_prompt: with {other} parts of a prompt would not be read whole; leave one "
-                "of the two out."
+                f"keep_prompt (--kv-keep-prompt): expected no {other} beside it, with which parts "
+                "of a prompt would not be read; remove one of the two."
             )
         if not self.has_own_events and "decode" not in self.trigger:
             raise ValueError(
