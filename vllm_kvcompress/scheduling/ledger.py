@@ -213,17 +213,18 @@ class RequestLedger:
 
         Memory pressure fires where the request was selected because of it (`under_pressure`).
         """
+        is_position = self.next_position(position - 1) == position
+        if not (is_position or under_pressure):
+            return None  # of all requests in nearly every step
         protected, at_answer = self.protected_at(position), position == self._answer_at
         if at_answer:
             trigger = TRIGGER_REASONING
         elif self.rule.is_position(self.compress_at, position):
             trigger = self.rule.trigger_at(self.compress_at, position)
-        elif self.next_position(position - 1) == position:
+        elif is_position:
             trigger = TRIGGER_CEILING
-        elif under_pressure:
-            trigger = TRIGGER_PRESSURE
         else:
-            return None
+            trigger = TRIGGER_PRESSURE
         end = max(self.compress_at, position)
         num_protected = num_in_spans(protected, end)
         num_kept = self.rule.target_blocks(self.compress_at, position)
