@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import tiny_models
+from tests.cli.server_process import free_port
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 
@@ -43,13 +43,6 @@ def hand_over(engine: Any, books: Any, report: dict[str, Any]) -> None:
         books.check()
         assert time.monotonic() < end, f"not taken: {list(books.scheduler.requests)}"
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    """Finds a port of this machine that nobody uses."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture

@@ -206,11 +206,11 @@ def test_spans_are_pairs_or_flat(spans: list[Any]) -> None:
     ("settings", "message"),
     [
         ({"policy": "adakv"}, "expected a ceiling or the trigger decode:N"),
-        ({"policy": "adakv", "ceiling": 512, "read": "quest:0.5"}, "with read"),
+        ({"policy": "adakv", "ceiling": 512, "read": "quest:0.5"}, "expected no --kv-read"),
         ({"policy": "kvmerger", "ceiling": 512}, "merges evicted tokens"),
         (
             {"policy": "adakv", "trigger": "decode:64", "reuse_conversations": "reuse"},
-            "with reuse_conversations",
+            "expected no --kv-reuse-conversations",
         ),
         ({"policy": "adakv", "ceiling": 512, "protect_mode": "fair"}, "keep_prompt says how much"),
         ({"policy": "adakv", "after_reasoning": 0.1, "keep_prompt": 0.5}, "kept whole, as answers"),
