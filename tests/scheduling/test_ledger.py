@@ -435,3 +435,13 @@ def test_positions_do_not_depend_on_what_was_asked_before(
         if number == 10:
             ledger.end_reasoning(prompt + 30)
         assert ledger.next_position(after) == replace(ledger).next_position(after)
+
+
+def test_a_token_is_an_event_where_memory_is_short() -> None:
+    """Between the rule's own positions nothing happens to requests that were not selected."""
+    ledger = RequestLedger(8 * BLOCK, CompressionRule(BLOCK, fraction=0.25))
+    ledger.commit(8 * BLOCK, 8)
+    assert ledger.decide(10 * BLOCK + 1) is None
+    decision = ledger.decide(10 * BLOCK + 1, under_pressure=True)
+    assert decision is not None
+    assert decision.trigger == TRIGGER_PRESSURE
