@@ -533,14 +533,28 @@ def test_fp8_scales_per_head_are_refused() -> None:
 
 
 def test_layers_that_call_attention_kernels_by_themselves_are_refused() -> None:
-    class MultiHeadLatentAttention:
-        """A layer of Kimi Linear on GPUs."""
+    class QSACompressedKeyCache:
+        """A cache of the layers of Qwen 4."""
 
     with pytest.raises(
-        UnsupportedError,
-        match=r"layers.0.attn: .* MultiHeadLatentAttention, .*without --kv-policy",
+        UnsupportedError, match=r"layers.0.attn: .* QSACompressedKeyCache, .*without --kv-policy"
     ):
-        check_classes({"layers.0.attn": MultiHeadLatentAttention()})
+        check_classes({"layers.0.attn": QSACompressedKeyCache()})
+
+
+@pytest.mark.parametrize("part", ["q_lora_rank", "rotary_emb"])
+def test_mla_that_calls_kernels_by_itself_is_taken_as_kimi_linear_has_it(part: str) -> None:
+    class MultiHeadLatentAttention:
+        """A layer of Kimi Linear or Kimi K3, of whose kernels a CPU has none."""
+
+        impl, q_lora_rank, rotary_emb = None, None, None
+        _forward_prefill_fused = _decode_concat_cache = None
+
+    layer = MultiHeadLatentAttention()
+    check_classes({"layers.0.attn": layer})
+    setattr(layer, part, 32)
+    with pytest.raises(UnsupportedError, match=f"layers.0.attn .* {part}.*without --kv-policy"):
+        check_classes({"layers.0.attn": layer})
 
 
 def test_layers_that_keep_every_token_by_themselves_are_refused(llama: str) -> None:

@@ -68,7 +68,7 @@ def build(directory: Path) -> Path:
     target.mkdir()
     (target / "config.json").write_text(json.dumps(CONFIG))
     (target / "configuration.py").write_text(CONFIGURATION)
-    save_file(_random_weights(), target / "model.safetensors")
+    save_file(random_weights(), target / "model.safetensors")
     return target
 
 
@@ -77,7 +77,7 @@ def is_linear(layer: int) -> bool:
     return (layer + 1) % GROUP != 0
 
 
-def _random_weights() -> dict[str, Tensor]:
+def random_weights() -> dict[str, Tensor]:
     """Returns weights with which MLA's attention is sharp."""
     generator = torch.Generator().manual_seed(0)
 
@@ -145,7 +145,7 @@ class LingDecoder:
     """
 
     def __init__(self, model: str, tokens: list[int]) -> None:
-        self.weights = load_file(Path(model) / "model.safetensors")
+        self.weights = self.named(load_file(Path(model) / "model.safetensors"))
         self.num_tokens = 0
         self.rows: dict[int, list[tuple[Tensor, Tensor]]] = {
             layer: [] for layer in range(LAYERS) if not is_linear(layer)
@@ -153,6 +153,10 @@ class LingDecoder:
         self.states = torch.zeros(LAYERS, HEADS, LINEAR, LINEAR)
         for token in tokens:
             self.logits = self.step(token)
+
+    def named(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns weights by the names that this class reads."""
+        return weights
 
     def forget(self, kept: list[list[int]], num_full: int) -> None:
         """Drops the rows of full pages that are not kept; those behind them stay."""

@@ -195,6 +195,7 @@ MORE: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "KimiLinearForCausalLM": {
         "mla_use_nope": True,
+        "q_lora_rank": None,
         "num_experts": None,
         "linear_attn_config": {
             "kda_layers": [1, 2, 3],
@@ -386,6 +387,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 OPTIONS = {"SarvamMLAForCausalLM": ["--block-size=16"]}
 # What stock vLLM computes for a class on GPUs alone.
 ON_GPUS = {
+    "KimiLinearForCausalLM": "MLA layers with kernels of their own",
     "LongcatFlashNgramForCausalLM": "n-gram embeddings, which need model runner V2",
     "Rnj1ForCausalLM": "attention within chunks and the chunk before",
 }

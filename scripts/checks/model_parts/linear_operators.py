@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -83,6 +84,147 @@ def bailing_v2_5() -> None:
     module.MiniMaxText01LinearKernel.jit_linear_forward_prefix = staticmethod(prefill)
     module.linear_decode_forward_triton = decode
     layernorm_guard._layer_norm_fn_impl = gated_norm
+
+
+def kimi_linear() -> None:
+    """Gives Kimi Linear its delta rule with a gate per channel, and what its MLA layers call."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as module
+    from vllm.models.kimi_k3.nvidia import mla
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
+    from vllm.v1.attention.backends.mla.prefill import cpu_sdpa
+
+    def gates(raw_g: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        biased = raw_g.float() + bias.view(raw_g.shape[-2:])
+        return -a_log.float().exp().view(-1, 1) * softplus(biased)
+
+    def prefill(raw_g: Any, raw_beta: Any, A_log: Any, g_bias: Any, **more: Any) -> Any:
+        return delta_rule(g=gates(raw_g, A_log, g_bias), beta=raw_beta.float().sigmoid(), **more)
+
+    def decode(
+        mixed_qkv: torch.Tensor,
+        raw_g: torch.Tensor,
+        raw_beta: torch.Tensor,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        initial_state: torch.Tensor,
+        state_indices: torch.Tensor,
+        **_: Any,
+    ) -> Any:
+        q, k, v = mixed_qkv.unflatten(1, (3, *raw_g.shape[-2:])).transpose(0, 1)[:, None]
+        starts = torch.arange(len(mixed_qkv) + 1)
+        some = gates(raw_g, A_log, dt_bias), raw_beta.float().sigmoid()
+        return delta_rule(q, k, v, *some, initial_state, starts, state_indices)
+
+    module.FusedRMSNormGated.forward_cuda = module.FusedRMSNormGated.forward_native
+    module.causal_conv1d_fn, module.causal_conv1d_update = convolved, convolved_once
+    module.gather_initial_states = lambda state, blocks, has_state: (
+        state[blocks] * has_state.view(-1, *[1] * (state.dim() - 1))
+    )
+    kda.chunk_kda_with_fused_gate, kda.fused_recurrent_kda_packed_decode = prefill, decode
+    pack = utils.dispatch_cpu_unquantized_gemm
+    # MLA layers read weights that those for GPUs leave where they are.
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, False)
+    cpu_sdpa.CPUSDPAMLAPrefillBackend.supports_out = lambda self: False  # nor do its chunks
+    _custom_ops.gather_and_maybe_dequant_cache = gather_rows
+    mla.fused_mla_key_concat_kv_cache_insert = insert_keys
+    mla.fused_mla_decode_q_concat_kv_cache_insert = insert_decoded
+    mla.fused_mla_kv_concat = lambda k_nope, k_pe: full_keys(k_nope, k_pe)
+
+
+def convolved(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    conv_states: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    cache_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Returns SiLU of the causal convolution of [channels, tokens], and keeps the last tokens."""
+    out = torch.empty_like(x)
+    for request, (first, last) in enumerate(pairwise(query_start_loc.tolist())):
+        state = conv_states[cache_indices[request]]
+        before = state * has_initial_state[request]
+        rows = torch.cat((before, x[:, first:last]), dim=1)
+        windows = rows.float().unfold(1, weight.shape[1], 1)
+        out[:, first:last] = silu((windows * weight[:, None].float()).sum(-1)).to(x.dtype)
+        state.copy_(rows[:, -state.shape[1] :])
+    return out
+
+
+def convolved_once(
+    x: torch.Tensor,
+    conv_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    conv_state_indices: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Does the same for [requests, channels], a token of each."""
+    starts, has_state = torch.arange(len(x) + 1), torch.ones(len(x), dtype=torch.bool)
+    return convolved(x.T, weight, None, conv_states, has_state, conv_state_indices, starts).T
+
+
+def full_keys(k_nope: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+    """Returns the keys of heads, [tokens, heads, nope + rope], of which heads share the rest."""
+    shared = k_pe.reshape(len(k_pe), 1, -1).expand(-1, k_nope.shape[1], -1)
+    return torch.cat((k_nope, shared), dim=-1)
+
+
+def insert_keys(
+    q: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *_: Any,
+) -> torch.Tensor:
+    """Writes latent rows of prompts to slots, and returns the keys of heads."""
+    insert_rows(kv_c, k_pe, cache, slots)
+    return full_keys(k_nope, k_pe)
+
+
+def insert_decoded(
+    q_latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Writes latent rows of new tokens to slots, and returns their absorbed queries."""
+    insert_rows(kv_c, k_pe, cache, slots)
+    return torch.cat((q_latent, q_pe), dim=-1)
+
+
+def insert_rows(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Writes [tokens, any] latent vectors and keys to slots of [blocks, size, row size]."""
+    rows = torch.cat((kv_c, k_pe.reshape(len(k_pe), -1)), dim=-1)
+    slots, rows = slots[slots >= 0], rows[: len(slots)][slots >= 0]
+    cache[slots // cache.shape[1], slots % cache.shape[1]] = rows.to(cache.dtype)
+
+
+def gather_rows(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    **_: Any,
+) -> None:
+    """Copies latent rows of contexts, from where each starts, one request behind the other."""
+    starts = zip(seq_starts.tolist(), block_table, strict=True)
+    for (start, blocks), (first, last) in zip(starts, pairwise(cu_seq_lens.tolist()), strict=False):
+        places = torch.arange(start, start + last - first)
+        at = blocks[places // src_cache.shape[1]].long()
+        dst[first:last] = src_cache[at, places % src_cache.shape[1]]
 
 
 def divide_mla_blocks() -> None:

@@ -226,12 +226,12 @@ class _NoCompilers(MetaPathFinder, Loader):
 
 
 def _kimi_linear() -> None:
-    """Lets Kimi Linear's layers be built without the compilers of their kernels."""
+    """Gives Kimi Linear plain operators, without the compilers of its kernels."""
     from vllm.model_executor.models import registry
 
-    _no_gpu()
     sys.meta_path.append(_NoCompilers())
     registry._run_in_subprocess = lambda look: look()  # where the compilers are not found
+    linear_operators.kimi_linear()
 
 
 def _qwen4() -> None:

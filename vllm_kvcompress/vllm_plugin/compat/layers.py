@@ -36,6 +36,40 @@ def latent_size(layer: Any) -> int | None:
     return getattr(layer, "kv_lora_rank", None)
 
 
+_KIMI_METHODS = "forward_prefill_fused", "decode_concat_cache"
+
+
+def calls_prefill_kernels(layer: Any) -> bool:
+    """Whether an MLA layer calls kernels for prompts by itself, as Kimi's do on NVIDIA's GPUs."""
+    return all(hasattr(type(layer), f"_{name}") for name in _KIMI_METHODS)
+
+
+def write_by_backend(layer: Any) -> None:
+    """Has an MLA layer that calls kernels by itself leave its cache and prompts to its backend.
+
+    Replaces two methods, on this layer alone: its own take blocks to be whole, which may be divided
+    here, and know nothing of compressed requests. `layer` is one for which `calls_prefill_kernels`
+    holds, without rotation.
+    """
+    import torch
+
+    def write(kv_c: Any, k_pe: Any, slots: Any) -> None:
+        of_cache = layer.kv_cache_dtype, layer._k_scale
+        layer.impl.do_kv_cache_update(kv_c, k_pe, layer.kv_cache, slots, *of_cache)
+
+    def prefill(
+        q: Any, kv_c: Any, k_pe: Any, _: Any, __: Any, slots: Any, metadata: Any, out: Any
+    ) -> None:
+        write(kv_c, k_pe, slots)
+        layer.impl.forward_mha(q, kv_c, k_pe, layer.kv_cache, metadata, layer._k_scale, out)
+
+    def decode(latent: Any, rest: Any, kv_c: Any, k_pe: Any, _: Any, __: Any, slots: Any) -> Any:
+        write(kv_c, k_pe, slots)
+        return torch.cat((latent, rest), dim=-1)
+
+    layer._forward_prefill_fused, layer._decode_concat_cache = prefill, decode
+
+
 def up_project(layer: Any, latent: torch.Tensor, output: torch.Tensor) -> None:
     """Projects [T, heads, rank] sums of latent vectors to [T, heads * v_head_dim] outputs."""
     layer._v_up_proj(latent, out=output)
@@ -167,7 +201,9 @@ def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Te
 
     parent_name = layer_name.rpartition(".")[0]
     try:
-        projection = model.get_submodule(parent_name).o_proj
+        parent = model.get_submodule(parent_name)
+        layer: Any = getattr(parent, layer_name.rpartition(".")[2], None)
+        projection = layer.o_proj if calls_prefill_kernels(layer) else parent.o_proj
     except AttributeError:
         raise UnsupportedError(
             f"criticalkv needs the output projection beside {layer_name}, expected at "

@@ -11,7 +11,7 @@ from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.vllm_plugin.compat.config import has_latents
-from vllm_kvcompress.vllm_plugin.compat.layers import latent_size
+from vllm_kvcompress.vllm_plugin.compat.layers import calls_prefill_kernels, latent_size
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
@@ -58,7 +58,7 @@ def check_page_sizes(specs: list[CompressedAttentionSpec]) -> None:
 
 
 def check_classes(layers: Mapping[str, Any]) -> None:
-    """Refuses layers that call attention kernels by themselves, as Kimi Linear's do on GPUs.
+    """Refuses layers that call attention kernels by themselves, but for Kimi Linear's MLA.
 
     Args:
         layers: compressed layers by name.
@@ -69,11 +69,24 @@ def check_classes(layers: Mapping[str, Any]) -> None:
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     for name, layer in layers.items():
-        if not isinstance(layer, (Attention, MLAAttention)):
+        if calls_prefill_kernels(layer):
+            _check_own_prefill(name, layer)
+        elif not isinstance(layer, (Attention, MLAAttention)):
             raise UnsupportedError(
                 f"{name}: expected vLLM's Attention or MLAAttention, found "
                 f"{type(layer).__name__}, which calls attention kernels by itself; serve this "
                 "model without --kv-policy."
+            )
+
+
+def _check_own_prefill(name: str, layer: Any) -> None:
+    """Refuses what was not tried with MLA layers that call kernels for prompts by themselves."""
+    for option, value in (("q_lora_rank", layer.q_lora_rank), ("rotary_emb", layer.rotary_emb)):
+        if value is not None:
+            raise UnsupportedError(
+                f"{name} calls kernels for prompts by itself: expected Kimi Linear's layer, found "
+                f"one with {option}, as Kimi K3's, which was not tried; serve this model without "
+                "--kv-policy."
             )
 
 

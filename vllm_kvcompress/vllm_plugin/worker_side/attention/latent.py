@@ -33,7 +33,11 @@ from vllm_kvcompress.attention.latent import AbsorbedQueries, absorb
 from vllm_kvcompress.cache.pages import FlatPages, Integers, LatentPagePool, PagePool, flat_pages
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.vllm_plugin.compat.layers import up_project
+from vllm_kvcompress.vllm_plugin.compat.layers import (
+    calls_prefill_kernels,
+    up_project,
+    write_by_backend,
+)
 from vllm_kvcompress.vllm_plugin.compat.worker import host_lengths
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
     CompressedBackend,
@@ -80,6 +84,8 @@ class CompressedLatentBackend(CompressedBackend):
         """Lays pages over the caches; each layer's implementation gets to know its layer."""
         for layer in layers:
             layer.impl.layer = layer
+            if calls_prefill_kernels(layer):
+                write_by_backend(layer)
         return cls.pool_over(layers, spec, flat_pages(caches))
 
     @classmethod
