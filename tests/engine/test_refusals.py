@@ -51,6 +51,7 @@ from vllm_kvcompress.vllm_plugin.worker_side.attention.latent_gpu import check_s
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
+ENDS_WITH_7 = SimpleNamespace(natural_reasoning_end_token_ids=[7])
 MLA = {
     "model_type": "deepseek_v2",
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -254,18 +255,21 @@ def test_connectors_of_other_packages_have_to_be_made_of_one_that_is_served(llam
             {"speculative_config.method": "dflash"},
             "with dflash was not run.*use draft_model or eagle or eagle3 or mtp or ngram or",
         ),
-        ({}, {"scheduler_config.async_scheduling": True}, None),
         (
-            {"trigger": "prompt,decode:32"},
+            {"ceiling": 128, "trigger": "prompt,decode:32"},
             {"scheduler_config.async_scheduling": True},
-            "planned before the number of accepted drafts.*prompt alone, or add --no-async",
+            None,
         ),
-        ({"ceiling": 128}, {"scheduler_config.async_scheduling": True}, "a ceiling or the end of"),
+        (
+            {"after_reasoning": 0.25},
+            {"scheduler_config.async_scheduling": True, "reasoning_config": ENDS_WITH_7},
+            "end of the reasoning before it is known; remove .*, or add --no-async-scheduling",
+        ),
         ({"trigger": "pressure:0.5"}, {}, "--kv-trigger pressure.*oldest of the queries.*decode:N"),
         ({"read": "quest:0.25"}, {}, "--kv-read.*one query of a request.*remove one of the two"),
     ],
     ids=[
-        *("ngram", "dflash", "asynchronous", "asynchronous-decode", "asynchronous-ceiling"),
+        *("ngram", "dflash", "asynchronous", "asynchronous-reasoning"),
         *("pressure", "read"),
     ],
 )
@@ -275,8 +279,8 @@ def test_speculative_methods_and_triggers_beside_them_are_checked(
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     config = engine_config(llama, {**SETTINGS, **settings}, speculative_config=drafts)
     for path, value in changes.items():
-        part, name = path.split(".")
-        setattr(getattr(config, part), name, value)
+        *parts, name = path.split(".")
+        setattr(reduce(getattr, parts, config), name, value)
     if reason is None:
         check_engine(config)
         return

@@ -104,6 +104,43 @@ def test_asynchronous_steps_are_planned_before_drafts_are_accepted(
         assert report["drafted"][name] == stock["drafted"][name], name
 
 
+LONG = [
+    [
+        request("a", prompt(170, seed=1), 100),
+        request("b", prompt(250, seed=2), 90, at_step=3),
+        request("c", prompt(170, seed=16), 100, at_step=5),
+    ]
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("draft_model", {"policy": "keydiff", "trigger": "chunk:64,decode:12"}),
+        ("eagle3", {"policy": "adakv", "trigger": "prompt,decode:48"}),
+        ("mtp", {"policy": "snapkv", "ceiling": 128}),
+    ],
+)
+def test_asynchronous_steps_end_drafts_before_events_while_generating(
+    method: str, settings: dict[str, Any], drafting: Drafting, run_gpu_path: Run
+) -> None:
+    """Events come where they come without drafts, whatever is accepted in steps under way."""
+    served, drafts = drafting(method)
+    given: dict[str, Any] = {
+        "settings": {"budget": 0.25, **settings},
+        "environment": CHECKED,
+        "probes": [NOTED],
+    }
+    plain = run_gpu_path(served, LONG, **given)
+    report = run_gpu_path(served, LONG, **given, speculative_config=drafts)
+    assert 0 < report["drafts"][1] < report["drafts"][0]
+    assert len(plain["positions"]) > len(LONG[0])
+    assert sorted(report["positions"]) == sorted(plain["positions"])
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
 @pytest.mark.parametrize("how", ["ngram", "mtp"])
 def test_drafts_are_verified_in_mla_layers(how: str, drafting: Drafting, run_gpu_path: Run) -> None:
     """Requests verify different numbers of tokens, some over kept rows and some over all."""

@@ -183,6 +183,16 @@ def reserve_drafts(scheduler: Any, num_drafts: int) -> None:
     scheduler.num_lookahead_tokens = num_drafts
 
 
+def num_unverified_drafts(scheduler: Any, request: Request) -> int:
+    """Counts a request's drafts in steps under way, at most: tokens that may be taken back.
+
+    With asynchronous scheduling its computed tokens include them. Each such step has one token that
+    stays.
+    """
+    num_in_flight: int = request.num_output_placeholders if scheduler.num_spec_tokens else 0
+    return max(0, num_in_flight - 1)
+
+
 def drop_drafts_beside_sampling(scheduler: Any) -> None:
     """Drops the drafts of all requests where one of them draws its tokens at random.
 

@@ -34,6 +34,7 @@ from vllm_kvcompress.vllm_plugin.compat.scheduler import (
     enable_chunk_ends,
     find_prefix_hit_within,
     first_to_admit,
+    num_unverified_drafts,
     recomputes_failed_loads,
     reserve_drafts,
     wrap_connector,
@@ -222,8 +223,9 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
 
         Chunks that would run past it are those of resumed requests, whose generated tokens are
         computed anew together with the prompt, and those of the chunk trigger. Drafts end before
-        it: they may be taken back, and an event cannot. Under a ceiling a request waits for blocks
-        that an event is about to free.
+        it: they may be taken back, and an event cannot. While it is not known how many were
+        accepted, the queries that it observes are not computed. Under a ceiling a request waits for
+        blocks that an event is about to free.
         """
         if self.table is None or not num_new_tokens:
             return num_new_tokens
@@ -237,11 +239,14 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
                 num_new_tokens = ledger.chunk(start, num_new_tokens)
         if chunks is not None and start < ledger.compress_at:
             return chunks.next_step(start, ledger.compress_at, num_new_tokens)
-        position = ledger.next_position(start)
+        num_unverified = num_unverified_drafts(self, request)
+        position = ledger.next_position(start - num_unverified)
         if position is None:
             return num_new_tokens
         room = position - start
-        if position > request.num_tokens:  # all tokens before it but the first are drafts
+        if num_unverified:
+            room = max(0, room - max(1, ledger.rule.window_size))
+        elif position > request.num_tokens:  # all tokens before it but the first are drafts
             room = max(1, room - 1)
         num_new_tokens = min(num_new_tokens, room)
         if ledger.rule.reserves_growth and request.status == RequestStatus.RUNNING:

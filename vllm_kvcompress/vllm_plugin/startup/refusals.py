@@ -370,12 +370,11 @@ def _reasons_of_speculation(config: VllmConfig, settings: Settings) -> Iterator[
             f"speculative decoding with {speculation.method} was not run beside compression; use "
             f"{' or '.join((*METHODS_WITH_LAYERS, *_METHODS_WITHOUT_LAYERS))}, {_OFF}."
         )
-    if config.scheduler_config.async_scheduling and settings.compresses_while_generating:
+    if config.scheduler_config.async_scheduling and settings.after_reasoning is not None:
         yield (
-            "speculative decoding with asynchronous scheduling, and events while requests generate "
-            "(chunk:N, decode:N, a ceiling or the end of reasoning): a step is planned before the "
-            "number of accepted drafts is known, which decides when such events happen; use "
-            f"--kv-trigger prompt alone, or add --no-async-scheduling {_OFF}."
+            "speculative decoding with asynchronous scheduling and --kv-after-reasoning: "
+            "more tokens than the event waits for may follow the end of the reasoning before it is "
+            f"known; remove --kv-after-reasoning, or add --no-async-scheduling {_OFF}."
         )
     if settings.pressure_mark is not None:
         yield (
