@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,9 @@ QUARTER = {
     "max_request_budget": 1.0,
 }
 WHOLE = {"kv_budget": 1.0}
-ENGINE = {"load_format": "dummy", "probes": ["plain_models"]}
+PROBES = ["plain_models"]
+ENGINE: dict[str, Any] = {"load_format": "dummy", "probes": PROBES}
+OPERATORS = {"KimiLinearForCausalLM": ["tests.gpu_path.kimi:replace_kernel"]}
 
 
 def written(name: str, folder: Path) -> str:
@@ -34,17 +38,19 @@ def test_budget_one_is_stock_and_a_quarter_frees_blocks(
     tmp_path: Path, run_gpu_path: Run, name: str
 ) -> None:
     """Prompts are read in chunks, and others wait or generate beside them."""
-    model, long, short = written(name, tmp_path), prompt(500, seed=1), prompt(90, seed=2)
-    stock_mla = {"attention_backend": "TRITON_MLA"} if "Longcat" in name else {}
+    model, long, short = written(name, tmp_path), prompt(500, seed=1), prompt(290, seed=2)
+    has_mla = "kv_lora_rank" in json.loads(Path(model, "config.json").read_text())
+    stock_mla = {"attention_backend": "TRITON_MLA"} if has_mla else {}
     both = [request("long", long, 24), request("short", short, 24, at_step=2)]
-    stock = run_gpu_path(model, [both], **stock_mla, **ENGINE)
+    engine = {**ENGINE, "probes": [*PROBES, *OPERATORS.get(name, ())]}
+    stock = run_gpu_path(model, [both], **stock_mla, **engine)
     whole = [{**each, "id": f"whole {each['id']}", "xargs": WHOLE} for each in both]
     found = run_gpu_path(
         model,
         [whole, both, [request("again", long, 24)]],
         settings=QUARTER,
         environment={"KVCOMPRESS_CHECK": "1"},
-        **ENGINE,
+        **engine,
     )
     outputs = found["outputs"]
     for each, expected in stock["outputs"].items():
