@@ -124,9 +124,9 @@ def kimi_linear() -> None:
     )
     kda.chunk_kda_with_fused_gate, kda.fused_recurrent_kda_packed_decode = prefill, decode
     pack = utils.dispatch_cpu_unquantized_gemm
-    # MLA layers read weights that those for GPUs leave where they are.
+    # Packing on CPUs may drop a layer's plain weights, which these MLA layers read.
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, False)
-    cpu_sdpa.CPUSDPAMLAPrefillBackend.supports_out = lambda self: False  # nor do its chunks
+    cpu_sdpa.CPUSDPAMLAPrefillBackend.supports_out = lambda self: False  # chunks ignore it
     _custom_ops.gather_and_maybe_dequant_cache = gather_rows
     mla.fused_mla_key_concat_kv_cache_insert = insert_keys
     mla.fused_mla_decode_q_concat_kv_cache_insert = insert_decoded

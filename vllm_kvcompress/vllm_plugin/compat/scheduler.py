@@ -184,10 +184,10 @@ def reserve_drafts(scheduler: Any, num_drafts: int) -> None:
 
 
 def num_unverified_drafts(scheduler: Any, request: Request) -> int:
-    """Counts a request's drafts in steps under way, at most: tokens that may be taken back.
+    """Returns an upper bound on a request's draft tokens that are not verified yet.
 
-    With asynchronous scheduling its computed tokens include them. Each such step has one token that
-    stays.
+    With asynchronous scheduling vLLM counts them as computed until they are rejected. A step under
+    way yields one token in any case; without asynchronous scheduling there are none.
     """
     num_in_flight: int = request.num_output_placeholders if scheduler.num_spec_tokens else 0
     return max(0, num_in_flight - 1)

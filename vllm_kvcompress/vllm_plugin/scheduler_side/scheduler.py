@@ -223,9 +223,9 @@ class CompressionMixin(CompressingScheduler, SchedulerHooks):
 
         Chunks that would run past it are those of resumed requests, whose generated tokens are
         computed anew together with the prompt, and those of the chunk trigger. Drafts end before
-        it: they may be taken back, and an event cannot. While it is not known how many were
-        accepted, the queries that it observes are not computed. Under a ceiling a request waits for
-        blocks that an event is about to free.
+        it: they may be taken back, and an event cannot. While drafts of an earlier step are not
+        verified, the step ends before the queries that the event observes, whose positions are not
+        known. Under a ceiling a request waits for blocks that an event is about to free.
         """
         if self.table is None or not num_new_tokens:
             return num_new_tokens
