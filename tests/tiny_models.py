@@ -130,6 +130,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
+    # Biases by distance in the place of rotation; every query head has a KV head.
+    "bloom": {
+        "model_type": "bloom",
+        "n_head": 4,
+        "tie_word_embeddings": True,
+    },
     # Full layers, and others that attend within chunks.
     "llama4": {
         "model_type": "llama4_text",
@@ -166,6 +172,8 @@ def build(
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data.mul_(8)
+        if name.endswith(("query_key_value.weight", "attention.dense.weight")):  # Bloom's
             parameter.data.mul_(8)
         if name.endswith("q_norm.weight"):  # where there is one, the projection's size is nothing
             parameter.data.mul_(8)

@@ -627,11 +627,10 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
     [
         (PREFIX_LM, "image see each other.*attention for CPUs.*alone with --language-model-only"),
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
-        (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
-        (STEP, "Step1ForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
+        (STEP, "Step1ForCausalLM uses ALiBi with roots, which vLLM's attention for CPUs.*a GPU"),
         (LOOK_BACK, "chunk before, which vLLM's attention for CPUs does not compute; use a GPU"),
     ],
-    ids=["prefix-LM", "attention-free", "ALiBi", "unsaid-ALiBi", "look-back"],
+    ids=["prefix-LM", "attention-free", "roots", "look-back"],
 )
 def test_models_that_cannot_be_compressed_are_refused(
     tmp_path: Path, model: dict[str, Any], reason: str
@@ -639,6 +638,32 @@ def test_models_that_cannot_be_compressed_are_refused(
     """The refusal comes before weights are loaded."""
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True)
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"policy": "spans", "params": {"keys": "rotated"}}, None),
+        ({"policy": "spans"}, "spans leaves its biases.*such as adakv"),
+        ({"policy": "rkv", "trigger": "decode:64"}, "rkv leaves its biases.*such as adakv"),
+        ({"policy": "auto"}, "headkv leaves its biases.*such as adakv"),
+        ({"policy": "d2o"}, "d2o leaves its biases.*such as adakv"),
+        ({"read": "quest:0.25", "policy": "none"}, "--kv-read leaves out; remove --kv-read"),
+        ({"reuse_contexts": True}, "--kv-reuse-contexts leaves out; remove --kv-reuse-contexts"),
+        ({"attention": "own"}, "--kv-attention own leaves out; remove --kv-attention own"),
+    ],
+)
+def test_what_leaves_out_biases_by_distance_is_refused(
+    tmp_path: Path, settings: dict[str, Any], reason: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ALIBI))
+    config = engine_config(str(tmp_path), {**SETTINGS, **settings}, skip_tokenizer_init=True)
+    if reason is None:
+        check_engine(config)
+        return
     with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
 

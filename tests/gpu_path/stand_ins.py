@@ -27,7 +27,12 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests.gpu_path.torch_kernels import replace_latent_operators
 from tests.live_bytes import LiveBytes
-from vllm_kvcompress.vllm_plugin.startup import draft_refusals, latent_refusals, refusals
+from vllm_kvcompress.vllm_plugin.startup import (
+    alibi_refusals,
+    draft_refusals,
+    latent_refusals,
+    refusals,
+)
 
 MIB = 2**20
 FREE_BYTES, REQUESTED_BYTES, CONSUMED_BYTES = 2048 * MIB, 1280 * MIB, 1024 * MIB
@@ -71,7 +76,7 @@ def replace_device(stock_backend: str) -> None:
     torch.accelerator.empty_cache = _end_of_measurement
 
     _serve_latents_as_on_gpus()
-    refusals.takes_cpu_kernels = lambda *_: False
+    refusals.takes_cpu_kernels = alibi_refusals.takes_cpu_kernels = lambda *_: False
 
     def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:
         return stock_backend if selected is None else selected.get_path()

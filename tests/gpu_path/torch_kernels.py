@@ -34,6 +34,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     mm_prefix_range: Tensor | None = None,
     chunk_lookback: int = -1,
+    alibi_slopes: Tensor | None = None,
+    use_alibi_sqrt: bool = False,
     **options: Any,
 ) -> None:
     """Causal attention of the last queries of every sequence, over its blocks.
@@ -55,6 +57,8 @@ def paged_attention(
             whatever the window; those that begin and end at 0 are padding.
         chunk_lookback: chunks before its own that a query attends to, the window being as long as
             all of them; negative: there are no chunks.
+        alibi_slopes: [query heads] times distances, subtracted from logits; None: nothing is.
+        use_alibi_sqrt: whether their square roots count.
         options: what does not change a plain causal softmax here.
     """
     assert causal is True
@@ -89,6 +93,11 @@ def paged_attention(
             for begin, end in mm_prefix_range[s].tolist():
                 inside = (positions >= begin) & (positions <= end) & (begin < end)
                 later &= ~(inside[num_computed:, None] & inside)
+        if alibi_slopes is not None:
+            own = torch.arange(length - (last - first), length)
+            apart = (own[:, None] - torch.arange(length)).clamp_min(0).float()
+            apart = apart.sqrt() if use_alibi_sqrt else apart
+            logits -= alibi_slopes.view(-1, group, 1, 1) * apart
         logits = logits.masked_fill(later, -torch.inf)
         if sinks is not None:
             added = sinks.float().view(-1, group, 1, 1).expand(-1, -1, last - first, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+from collections.abc import Callable
 from typing import Any
 
 Vector = list[float]
@@ -106,10 +107,12 @@ def window_mass(
     bias: Any,
     stride: int = 1,
     sinks: Any = None,
+    added: Callable[[int, int, int, int], float] = lambda s, g, i, j: 0.0,
 ) -> list[list[float]]:
     """[S][capacity]: mean share of each entry in the softmax of the window's queries.
 
-    Of `stride` queries one counts, from the last one back.
+    Of `stride` queries one counts, from the last one back; `added` comes to the logit that query i
+    of head g of sequence s has with entry j.
     """
     heads, window = rows_of(entries, 0), len(queries)
     group = queries.shape[1] // len(heads)
@@ -125,6 +128,7 @@ def window_mass(
                 logits = [
                     scale * dot(rows[i][s * group + g], keys[j])
                     + (bias_of(bias, s, j) if j < body else 0.0)
+                    + added(s, g, i, j)
                     for j in range(max(0, visible))
                 ]
                 if sinks is not None:

@@ -22,6 +22,7 @@ from vllm_kvcompress.attention.batch import (
     selected_rows,
 )
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
+from vllm_kvcompress.kernels.alibi import Alibi, attention_by_distance
 from vllm_kvcompress.kernels.attention import (
     attention_with_lse,
     decode_attention,
@@ -47,6 +48,9 @@ class PagesOfPolicy(Protocol):
 
     def sinks(self, layer: int) -> Tensor | None:
         """Returns the [num_heads, group] attention sinks of a layer, if it has any."""
+
+    def alibi(self, layer: int) -> Alibi | None:
+        """Returns the biases by distance of a layer's attention, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,10 @@ def biased_attention(
     with_lse = pipeline.corrects or sinks is not None
     with selected_rows(batch.tokens, queries, outputs) as selected:
         heads, out = (batch.by_head(rows, pool.num_heads) for rows in selected)
+        if (alibi := pages.alibi(layer)) is not None:
+            assert state is not None
+            _attend_by_distance(pool, layer, batch, heads, scale, alibi, state, out)
+            return
         lse = _attend(pool, layer, batch, heads, scale, bias, with_lse, out)
         if pipeline.corrects:
             assert state is not None
@@ -151,12 +159,8 @@ def _attend(
     """Writes outputs shaped as the queries; returns [S, queries_per_kv, m] log-sum-exps or None."""
     page_table, lengths = batch.requests.layers[layer]
     if not isinstance(pool, InterleavedPagePool):
-        page_ids, num_entries = page_table.long(), page_table.shape[1] * pool.block_size
-        # Pages may hold anything behind the lengths, such as numbers of another type.
-        valid = valid_entries(lengths, num_entries)
-        read = (pool.keys(page_ids, layer), pool.values(page_ids, layer))
-        keys, values = (finite(rows.flatten(1, 2), valid) for rows in read)
-        biases = None if bias is None else bias.gathered(num_entries)
+        keys, values = _gathered(pool, layer, page_table, lengths)
+        biases = None if bias is None else bias.gathered(keys.shape[1])
         outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, biases)
         out.copy_(outputs)
         return lse
@@ -167,3 +171,43 @@ def _attend(
     single, single_out = queries[:, :, 0], out[:, :, 0]
     lse = decode_attention(entries, single, scale, bias, with_lse, single_out, ends)[1]
     return None if lse is None else lse[:, :, None]
+
+
+def _gathered(
+    pool: PagePool, layer: int, page_table: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Copies the [S, n, D] keys and values of a layer's pages, 0 behind the lengths.
+
+    Pages may hold anything there, such as numbers of another type.
+    """
+    page_ids = page_table.long()
+    valid = valid_entries(lengths, page_table.shape[1] * pool.block_size)
+    read = (pool.keys(page_ids, layer), pool.values(page_ids, layer))
+    keys, values = (finite(rows.flatten(1, 2), valid) for rows in read)
+    return keys, values
+
+
+def _attend_by_distance(
+    pool: PagePool,
+    layer: int,
+    batch: QueryBatch,
+    queries: Tensor,
+    scale: float,
+    alibi: Alibi,
+    kept: PagedNumbers,
+    out: Tensor,
+) -> None:
+    """Writes outputs shaped as the queries, of attention with biases by distance.
+
+    Kept tokens have their positions in the policy state; the others follow up to the last one.
+    """
+    page_table, lengths = batch.requests.layers[layer]
+    keys, values = _gathered(pool, layer, page_table, lengths)
+    num_entries, ends = keys.shape[1], (lengths - batch.requests.resident_offset[layer].flatten())
+    places, ends = torch.arange(num_entries, device=pool.device), ends.long()
+    positions = torch.where(
+        places < kept.lengths[:, None],
+        kept.gathered(num_entries).long(),
+        places + (ends - lengths)[:, None],
+    )
+    out.copy_(attention_by_distance(queries, keys, values, positions, ends, scale, alibi))

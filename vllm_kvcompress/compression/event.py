@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.kernels.alibi import Alibi
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.scheduling.plan import EventPlan, num_in_spans
@@ -25,12 +26,14 @@ class LayerWeights:
         rotary: the rotary embedding of the keys.
         sinks: [num_heads, group] logits that take attention without a token; None: the model has
             none.
+        alibi: biases of attention by distance; None: the model has none.
     """
 
     output_weight: Tensor | None = None
     output_root: Tensor | None = None
     rotary: Rotary | None = None
     sinks: Tensor | None = None
+    alibi: Alibi | None = None
 
     def joined(self, other: LayerWeights, num_kv_heads: int) -> LayerWeights:
         """Returns the weights of a layer whose KV heads serve another's query heads as well.
@@ -101,7 +104,8 @@ class Event:
     def fall_back(self, pipeline: Pipeline, error: Exception) -> None:
         """Lets another policy, which observes and merges nothing, decide from this layer on."""
         protected = self.plan.protected if self.pipeline.keeps_spans_whole else ()
-        self.pipeline, self.error = pipeline, error
+        by_position = self.pipeline.attends_by_position
+        self.pipeline, self.error = replace(pipeline, attends_by_position=by_position), error
         self.plan = replace(self.plan, window_size=0, protected=protected)
 
     def kept_pages(self, layer: int) -> Tensor:

@@ -31,6 +31,7 @@ from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.repetitions import Repetitions
 from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 from vllm_kvcompress.compression.view import EventViews, Sources
+from vllm_kvcompress.kernels.alibi import Alibi
 from vllm_kvcompress.kernels.common.transfers import Download, upload
 from vllm_kvcompress.kernels.compaction import compact_pages
 from vllm_kvcompress.kernels.dispatch import reads_sizes
@@ -91,6 +92,10 @@ class EventRunner:
     def sinks(self, layer: int) -> Tensor | None:
         """Returns the [num_heads, group] attention sinks of a layer, if it has any."""
         return self.weights[layer].sinks
+
+    def alibi(self, layer: int) -> Alibi | None:
+        """Returns the biases by distance of a layer's attention, if it has any."""
+        return self.weights[layer].alibi
 
     def begin(
         self, plan: EventPlan, block_row: Tensor, allocator: Allocator | None = None
@@ -327,8 +332,10 @@ class EventRunner:
     def read_by_attention(self, slots: Tensor) -> StateNumbers | None:
         """Returns the policy state that attention reads for requests in [R] `slots`, if any.
 
-        It corrects outputs (MomentKV) or holds the biases of kept entries.
+        It corrects outputs (MomentKV), or holds the biases or positions of kept entries.
         """
+        if self.pipeline.attends_by_position:
+            return self.policy_state.entry_numbers(self.pipeline, "positions", slots)
         if self.pipeline.corrects:
             return self.policy_state.head_numbers(self.pipeline, slots)
         if self.pipeline.weighs_entries:

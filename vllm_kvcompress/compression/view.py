@@ -6,7 +6,7 @@ H counts KV heads over all layers of the batch and, within a layer, over all of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from vllm_kvcompress.cache.policy_state import PolicyState
 from vllm_kvcompress.cache.query_windows import Windows
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import LayerWeights
+from vllm_kvcompress.kernels.alibi import Alibi
 from vllm_kvcompress.kernels.common.kv_view import KVView, PagedKV
 from vllm_kvcompress.policies.base import EntryState, LayerView
 
@@ -102,6 +103,7 @@ class EventViews:
             output_root=roots,
             rotary=first.rotary,
             sinks=self._sinks(batch, layers),
+            alibi=self._alibi(batch, layers),
             state=self._state(batch, layers),
             entries=EntryState(
                 bias=self._entry_state("bias", batch, layers, num_entries),
@@ -132,6 +134,13 @@ class EventViews:
         of_layers = [self.weights[layer].sinks for layer in layers]
         repeated = [each.repeat(len(batch.events), 1) for each in of_layers if each is not None]
         return _joined(repeated) if repeated else None
+
+    def _alibi(self, batch: EventBatch, layers: range) -> Alibi | None:
+        """Returns the biases by distance of H heads, the same for every request and layer."""
+        alibi = self.weights[layers.start].alibi
+        if alibi is None:
+            return None
+        return replace(alibi, slopes=alibi.slopes.repeat(len(batch.events) * len(layers), 1))
 
     def _state(self, batch: EventBatch, layers: range) -> Tensor | None:
         """Returns the [H, s] policy state of heads after the previous event, if there was one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_kvcompress.kernels.alibi import Alibi
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import cached_bytes, exact_bf16_products, head_slices
 from vllm_kvcompress.kernels.common.transfers import upload
@@ -80,12 +81,76 @@ def window_masses(
     Returns:
         [windows, H, n] fp32.
     """
-    num_heads, num_entries = view.num_heads, view.capacity
-    shape = (num_heads, len(windows), num_entries)
-    masses = torch.zeros(shape, dtype=torch.float32, device=view.device)
-    if len(queries) == 0 or num_entries == 0:
-        return masses.transpose(0, 1)
+    return _masses(view, queries, scale, _counted(tuple(windows)), bias, sinks)
+
+
+def window_masses_by_distance(
+    view: KVView,
+    queries: Tensor,
+    scale: float,
+    windows: Sequence[Window],
+    alibi: Alibi,
+    positions: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Computes `window_masses` where the model biases attention by distance.
+
+    Args:
+        view, queries, scale, windows: those of `window_masses`.
+        alibi: the biases of the H heads.
+        positions: [H, n] int64 of the entries; those of the tail end at `ends`.
+        ends: [H] int64 tokens that each head's request has read.
+
+    Returns:
+        [windows, H, n] fp32.
+    """
     counted = _counted(tuple(windows))
+    first_of_tail = (ends - view.tails)[:, None]
+    tail = first_of_tail + torch.arange(view.num_tail, device=view.device)
+    keys = torch.cat([positions, tail], dim=1)
+    own = ends[:, None] - 1 - upload(list(counted.behind), view.device)
+    return _masses(view, queries, scale, counted, None, None, _Distances(alibi, own, keys))
+
+
+@dataclass(frozen=True)
+class _Distances:
+    """Biases by distance, and the positions of queries and keys.
+
+    Attributes:
+        alibi: the biases of H heads.
+        queries: [H, m] int64 positions of the queries that count.
+        keys: [H, n + t] int64 positions of entries and tail.
+    """
+
+    alibi: Alibi
+    queries: Tensor
+    keys: Tensor
+
+    def add(self, logits: Tensor, columns: WindowColumns, heads: slice, rows: slice) -> None:
+        """Adds the biases to the [heads, rows * G, C] logits of some columns, in place."""
+        keys = self.keys[heads]
+        if columns.places is not None:
+            keys = keys.gather(1, columns.places[heads])
+        alibi = replace(self.alibi, slopes=self.alibi.slopes[heads])
+        bias = alibi.bias(self.queries[heads, rows], keys).transpose(1, 2)
+        logits.unflatten(1, bias.shape[1:3]).add_(bias)
+
+
+def _masses(
+    view: KVView,
+    queries: Tensor,
+    scale: float,
+    counted: _Counted,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    distances: _Distances | None = None,
+) -> Tensor:
+    """Returns the [windows, H, n] masses of the windows that `counted` lists."""
+    num_heads, num_windows = view.num_heads, len(counted.parts)
+    shape = (num_heads, num_windows, view.capacity)
+    masses = torch.zeros(shape, dtype=torch.float32, device=view.device)
+    if len(queries) == 0 or view.capacity == 0:
+        return masses.transpose(0, 1)
     keys, tail_keys = view.keys(), view.tail_keys()
     columns = WindowColumns.of(view, counted.behind, bias)
     grouped = by_head(_rows(queries, counted.behind), num_heads)
@@ -98,10 +163,12 @@ def window_masses(
     tiles = counted.tiles(at_once)
     for heads in slices:
         head_keys = columns.seen(heads, keys[heads], tail_keys[heads])
-        sums = masses.new_zeros(len(head_keys), len(windows), columns.num_columns)
+        sums = masses.new_zeros(len(head_keys), num_windows, columns.num_columns)
         for rows, counting in tiles:
             with exact_bf16_products(exact):
                 logits = columns.logits(heads, rows, grouped[heads], head_keys, scale, room)
+            if distances is not None:
+                distances.add(logits, columns, heads, rows)
             shares = weights[heads, :counting, rows.start * group : rows.stop * group]
             if sinks is not None:
                 of_rows = sinks[heads].repeat(1, logits.shape[1] // group)

@@ -21,6 +21,7 @@ from vllm_kvcompress.errors import InvariantError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_kvcompress.kernels.alibi import Alibi
     from vllm_kvcompress.kernels.common.kv_view import KVView
     from vllm_kvcompress.kernels.common.rotary import Rotary
 
@@ -64,6 +65,7 @@ class LayerView:
         rotary: how keys are rotated (None unless needed).
         sinks: [H, G] logits of the model's attention sinks, which take attention without being
             tokens (None if it has none).
+        alibi: the model's biases of attention by distance (None if it has none).
         state: [H, s] fp32 policy state that the merger left at the last event (None at a first
             event).
         entries: policy state of entries.
@@ -84,6 +86,7 @@ class LayerView:
     output_root: Tensor | None = None
     rotary: Rotary | None = None
     sinks: Tensor | None = None
+    alibi: Alibi | None = None
     state: Tensor | None = None
     entries: EntryState = field(default_factory=EntryState)
     protected: Tensor | None = None

@@ -31,6 +31,7 @@ class Pipeline:
         min_window: replaces that of the parts' needs; None: they say themselves.
         span_share: part of spans that requests protect which every head keeps; None: as much of
             each as the head keeps of all tokens.
+        attends_by_position: whether the model's attention reads the positions of kept tokens.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Pipeline:
     repeats: bool = True
     min_window: int | None = None
     span_share: float | None = 1.0
+    attends_by_position: bool = False
 
     @cached_property  # read at every step
     def needs(self) -> Needs:
@@ -81,7 +83,7 @@ class Pipeline:
     @property
     def needs_biased_attention(self) -> bool:
         """Whether attention has to apply a bias, or return the log-sum-exp."""
-        return self.corrects or self.weighs_entries
+        return self.corrects or self.weighs_entries or self.attends_by_position
 
     @property
     def weighs_entries(self) -> bool:
@@ -93,7 +95,7 @@ class Pipeline:
         """Fields of `EntryState` that are kept for every token, one fp32 number each."""
         needed = {
             "bias": self.weighs_entries,
-            "positions": self.repeats and self.reads_positions,
+            "positions": self.attends_by_position or (self.repeats and self.reads_positions),
             "accumulated": self.repeats and self.needs.accumulated,
             "running": self.repeats and self.needs.running,
         }
@@ -107,7 +109,7 @@ class Pipeline:
     @property
     def reads_positions(self) -> bool:
         """Whether events read the position of every entry."""
-        return self.needs.positions or not self.keeps_spans_whole
+        return self.attends_by_position or self.needs.positions or not self.keeps_spans_whole
 
     def state_size(self, head_size: int) -> int:
         """Policy state of every head, in fp32 numbers."""

@@ -390,6 +390,7 @@ ON_GPUS = {
     "KimiLinearForCausalLM": "MLA layers with kernels of their own",
     "LongcatFlashNgramForCausalLM": "n-gram embeddings, which need model runner V2",
     "Rnj1ForCausalLM": "attention within chunks and the chunk before",
+    "Step1ForCausalLM": "biases by roots of distances",
 }
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool
-from vllm_kvcompress.kernels.window_mass import Window, window_mass, window_masses
+from vllm_kvcompress.kernels.window_mass import (
+    Window,
+    window_mass,
+    window_masses,
+    window_masses_by_distance,
+)
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.parts.parameters import parameter
 
@@ -21,6 +28,8 @@ STRIDE = parameter(2, "every stride-th query counts, from the last one back", mi
 
 def observed_mass(view: LayerView, stride: int = 1) -> Tensor:
     """[H, n] fp32 mean attention of every stride-th observed query, counted back from the last."""
+    if view.alibi is not None:
+        return observed_masses(view, (len(view.queries), stride))[0]
     return window_mass(view.kv, view.queries, view.scale, view.entries.bias, stride, view.sinks)
 
 
@@ -30,6 +39,11 @@ def observed_masses(view: LayerView, *windows: Window) -> Tensor:
     A window that is larger than the number of queries has them all.
     """
     fitting = [(min(size, len(view.queries)), stride) for size, stride in windows]
+    if view.alibi is not None:
+        assert view.entries.positions is not None
+        ends = upload(np.repeat(view.ends, view.heads_per_request), view.device)
+        of_keys = view.alibi, view.entries.positions, ends
+        return window_masses_by_distance(view.kv, view.queries, view.scale, fitting, *of_keys)
     state = (view.entries.bias, view.sinks)
     return window_masses(view.kv, view.queries, view.scale, fitting, *state)
 

@@ -53,7 +53,12 @@ def reason_against_cpu_cache(
 
 def uses_alibi(model: Any) -> bool:
     """Whether a model uses ALiBi; vLLM's own answer leaves out Step 1."""
-    return bool(model.uses_alibi) or "Step1ForCausalLM" in model.architectures
+    return bool(model.uses_alibi) or takes_alibi_roots(model)
+
+
+def takes_alibi_roots(model: Any) -> bool:
+    """Whether a model's biases grow with square roots of distances, as Step 1's do."""
+    return "Step1ForCausalLM" in model.architectures
 
 
 def looks_back(model: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.config.settings import Settings
-from vllm_kvcompress.vllm_plugin.compat.config import has_latents
+from vllm_kvcompress.vllm_plugin.compat.config import has_latents, uses_alibi
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, num_sharing_layers
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
@@ -37,6 +37,8 @@ def _reason_against_own(vllm_config: VllmConfig, settings: Settings) -> str | No
         return "this package's kernels do not read quantized caches"
     if num_sharing_layers(vllm_config.model_config):
         return "graphs do not record queries of layers that read other layers' caches"
+    if uses_alibi(vllm_config.model_config):
+        return "this package's kernels add no biases by distance, as the model does"
     if caps_logits(vllm_config.model_config):
         return "this package's kernels do not cap attention logits, as the model does"
     return None

@@ -150,10 +150,11 @@ def check_layer(
         UnsupportedError: says which feature is in the way, and which choice is left.
     """
     impl, name = layer.impl, layer.layer_name
-    if impl.alibi_slopes is not None:
+    by_position = all(pipeline.attends_by_position for pipeline in pipelines.values())
+    if impl.alibi_slopes is not None and not by_position:
         raise UnsupportedError(
-            f"{name} uses ALiBi, whose bias needs the positions of tokens, which compressed heads "
-            "do not keep; serve this model without --kv-policy."
+            f"{name} uses ALiBi: expected a model that is known to, found "
+            f"{type(layer).__name__} of another; serve this model without --kv-policy."
         )
     has_sinks = impl.sinks is not None
     for reason in _reasons_of_sinks(layer, settings, pipelines) if has_sinks else ():

@@ -20,10 +20,10 @@ from vllm_kvcompress.vllm_plugin.compat.config import (
     looks_back,
     reasoning_end_ids,
     takes_cpu_kernels,
-    uses_alibi,
 )
 from vllm_kvcompress.vllm_plugin.compat.options import DRAFTS, plugin_options
 from vllm_kvcompress.vllm_plugin.startup import quantized
+from vllm_kvcompress.vllm_plugin.startup.alibi_refusals import reasons_against_alibi
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
     reasons_against_connector,
     reasons_against_names,
@@ -66,6 +66,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_model(model),
         _reasons_of_images(vllm_config, settings),
         _reasons_of_look_back(vllm_config, settings),
+        reasons_against_alibi(vllm_config, settings),
         reasons_against_latents(vllm_config, settings),
         reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_sharing(vllm_config, settings),
@@ -147,11 +148,6 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
         yield (
             f"{model.architecture} has no attention layer, so there is no KV cache to compress; "
             "serve it without --kv-policy."
-        )
-    if uses_alibi(model):
-        yield (
-            f"{model.architecture} uses ALiBi, whose bias needs the positions of tokens, which "
-            "compressed heads do not keep; serve this model without --kv-policy."
         )
 
 

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin.compat.config import has_latents, looks_back
+from vllm_kvcompress.vllm_plugin.compat.config import has_latents, looks_back, takes_alibi_roots
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
 _PACKAGE = "vllm_kvcompress.vllm_plugin.worker_side.attention"
@@ -76,9 +76,10 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
     if wanted in _GPU:
         return wanted
     # FlashAttention takes queries in fp8 alone, or no such cache; few of its versions take tokens
-    # that see later ones, and none chunks with a look-back.
+    # that see later ones, and none chunks with a look-back, or takes roots of distances.
     model = vllm_config.model_config
-    if is_quantized(vllm_config) or model.is_mm_prefix_lm or looks_back(model):
+    takes_triton = model.is_mm_prefix_lm or looks_back(model) or takes_alibi_roots(model)
+    if is_quantized(vllm_config) or takes_triton:
         return "triton"
     return "flash" if _takes_flash(vllm_config) else "triton"
 

@@ -25,6 +25,7 @@ from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.config.settings import Settings
+from vllm_kvcompress.kernels.alibi import Alibi
 from vllm_kvcompress.kernels.value_norms import output_roots
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs, PageShape
@@ -32,7 +33,7 @@ from vllm_kvcompress.policies.headkv import MeasuredHeads
 from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.rule import PolicyDemand
-from vllm_kvcompress.vllm_plugin.compat.config import NULL_BLOCK
+from vllm_kvcompress.vllm_plugin.compat.config import NULL_BLOCK, uses_alibi
 from vllm_kvcompress.vllm_plugin.compat.layers import (
     attention_layers,
     cache_scales,
@@ -86,7 +87,11 @@ class WorkerGroups:
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
-        self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
+        by_position = uses_alibi(vllm_config.model_config)
+        self.pipelines: dict[str, Pipeline] = {
+            policy: replace(pipeline, attends_by_position=by_position)
+            for policy, pipeline in resolve_settings(settings).items()
+        }
         self.reason_for_pieces = reason_for_pieces(vllm_config, settings)
         self.own_kernels = settings.attention == "own" or self.reason_for_pieces is None
         self.has_sinks = False
@@ -403,9 +408,12 @@ def by_head(cache: torch.Tensor) -> torch.Tensor:
 
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
     """Reads what policies need of an attention layer's weights."""
-    rotary = root = by_kv_head = sinks = None
+    rotary = root = by_kv_head = sinks = alibi = None
     if layer.impl.sinks is not None:
         sinks = layer.impl.sinks.view(layer.impl.num_kv_heads, -1)
+    if layer.impl.alibi_slopes is not None:
+        slopes = layer.impl.alibi_slopes.float().view(layer.impl.num_kv_heads, -1)
+        alibi = Alibi(slopes, getattr(layer.impl, "use_alibi_sqrt", False))
     if needs.positions or needs.rotary:
         rotary = rotary_embedding(model, layer)
     if needs.output_weight or needs.output_root:
@@ -421,4 +429,4 @@ def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
             by_kv_head = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
             if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
                 by_kv_head = by_kv_head.contiguous()
-    return LayerWeights(output_weight=by_kv_head, output_root=root, rotary=rotary, sinks=sinks)
+    return LayerWeights(by_kv_head, root, rotary, sinks, alibi)

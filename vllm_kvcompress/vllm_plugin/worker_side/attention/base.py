@@ -396,7 +396,8 @@ class CompressedImpl(AttentionImpl[Any]):
         # Policies score with queries of the model's type, even if the cache is in fp8.
         self.supports_quant_query_input = False
         self._per_head: Any = None
-        if getattr(self, "sinks", None) is None:  # otherwise this package's kernels attend
+        needs_own = self.alibi_slopes is not None or getattr(self, "sinks", None) is not None
+        if not needs_own:  # otherwise this package's kernels attend
             self._per_head = self.per_head_class(
                 num_heads // num_kv_heads, head_size, scale, 1, *args, **kwargs
             )
