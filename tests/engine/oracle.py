@@ -301,6 +301,29 @@ def kept_positions(records: list[dict[str, Any]], num_layers: int) -> list[list[
     return kept
 
 
+def visible_positions(
+    records: list[dict[str, Any]], num_layers: int, ends: list[int]
+) -> list[list[list[list[int]]]]:
+    """visible[event][layer][head], the positions in full blocks that a head still reads.
+
+    Args:
+        records: what each event keeps of the entries that there are, `num_layers` for each.
+        num_layers: layers that are compressed.
+        ends: number of tokens at each event.
+    """
+    visible: list[list[list[list[int]]]] = []
+    for number, end in enumerate(ends):
+        kept = kept_positions(records[number * num_layers :], num_layers)
+        start = ends[number - 1] // BLOCK * BLOCK if number else 0
+        new, event = range(start, end // BLOCK * BLOCK), []
+        for layer, heads in enumerate(kept):
+            before = visible[-1][layer] if visible else [[] for _ in heads]
+            entries = [[*old, *new] for old in before]
+            event.append([[e[at] for at in rows] for e, rows in zip(entries, heads, strict=True)])
+        visible.append(event)
+    return visible
+
+
 def check_decoding(
     model: str, prompt: list[int], records: list[dict[str, Any]], output: dict[str, Any]
 ) -> None:

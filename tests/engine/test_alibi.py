@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests import tiny_models
 from tests.engine.conftest import Run, request
 from tests.engine.latent_cases import check_stock
-from tests.engine.oracle import kept_positions
+from tests.engine.oracle import visible_positions
 from tests.tiny_models import prompt
 
 BLOCK, LAYERS = 32, 3
@@ -57,28 +57,6 @@ def test_budget_one_gives_the_tokens_of_stock(
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def visible_positions(
-    records: list[dict[str, Any]], ends: list[int]
-) -> list[list[list[list[int]]]]:
-    """Returns visible[event][layer][head], the positions in full blocks that a head still reads.
-
-    Args:
-        records: what each event keeps of the entries that there are, LAYERS for each.
-        ends: number of tokens at each event.
-    """
-    visible: list[list[list[list[int]]]] = []
-    for number, end in enumerate(ends):
-        kept = kept_positions(records[number * LAYERS :], LAYERS)
-        start = ends[number - 1] // BLOCK * BLOCK if number else 0
-        new, event = range(start, end // BLOCK * BLOCK), []
-        for layer, heads in enumerate(kept):
-            before = visible[-1][layer] if visible else [[] for _ in heads]
-            entries = [[*old, *new] for old in before]
-            event.append([[e[at] for at in rows] for e, rows in zip(entries, heads, strict=True)])
-        visible.append(event)
-    return visible
-
-
 def logits_over(
     model: str, tokens: list[int], ends: list[int], visible: list[list[list[list[int]]]]
 ) -> Tensor:
@@ -111,7 +89,7 @@ def check_log_probabilities(
 ) -> None:
     """Asserts the log-probabilities of `LONG`'s answer, whose events were at these ends."""
     tokens = [*LONG, *output["tokens"]]
-    logits = logits_over(model, tokens, ends, visible_positions(records, ends))
+    logits = logits_over(model, tokens, ends, visible_positions(records, LAYERS, ends))
     logprobs = torch.log_softmax(logits[len(LONG) - 1 :], dim=-1)
     for number, found in enumerate(output["logprobs"]):
         for token, value in found.items():

@@ -30,7 +30,7 @@ from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.compat.layers import cache_scales, shared_caches, view_scales
 from vllm_kvcompress.vllm_plugin.compat.options import plugin_options
-from vllm_kvcompress.vllm_plugin.startup import draft_refusals, registration
+from vllm_kvcompress.vllm_plugin.startup import draft_refusals, registration, relative_refusals
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
     KEEPS,
     REFUSED,
@@ -118,6 +118,17 @@ ALIBI = {
     "hidden_size": 128,
     "n_layer": 2,
     "n_head": 4,
+}
+INKLING = {
+    **COMMON,
+    "model_type": "inkling_model",
+    "architectures": ["InklingForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "dense_mlp_idx": 2,
 }
 HYBRID = {**COMMON, **FAMILIES["qwen3_next"], "architectures": ["Qwen3NextForCausalLM"]}
 CAPPED = {
@@ -562,13 +573,13 @@ def test_mla_that_calls_kernels_by_itself_is_taken_as_kimi_linear_has_it(part: s
 
 
 def test_layers_that_keep_every_token_by_themselves_are_refused(llama: str) -> None:
-    """Beside vLLM's attention, which is compressed, or alone, as in Inkling."""
+    """Beside vLLM's attention, which is compressed, or alone, as in MiniMax M3."""
 
-    class InklingAttention:
+    class SparseAttention:
         """A layer whose cache is plain full attention's, by a backend of no compression."""
 
     config = engine_config(llama, SETTINGS)
-    config.compilation_config.static_forward_context["layers.0.attn"] = InklingAttention()
+    config.compilation_config.static_forward_context["layers.0.attn"] = SparseAttention()
     shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     window = SlidingWindowSpec(**shape, sliding_window=64)
     groups = WorkerCompression(config, Settings.from_dict(SETTINGS))
@@ -576,7 +587,7 @@ def test_layers_that_keep_every_token_by_themselves_are_refused(llama: str) -> N
         groups.compressed_groups([KVCacheGroupSpec(["layers.0.attn"], window)])
     full = KVCacheGroupSpec(["layers.0.attn"], FullAttentionSpec(**shape))
     for every in (full, KVCacheGroupSpec(full.layer_names, wrapped(full.kv_cache_spec))):
-        with pytest.raises(UnsupportedError, match=r"layers.0.attn: expected.*InklingAttention"):
+        with pytest.raises(UnsupportedError, match=r"layers.0.attn: expected.*SparseAttention"):
             groups.compressed_groups([every])
 
 
@@ -661,6 +672,42 @@ def test_what_leaves_out_biases_by_distance_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ALIBI))
     config = engine_config(str(tmp_path), {**SETTINGS, **settings}, skip_tokenizer_init=True)
+    if reason is None:
+        check_engine(config)
+        return
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"policy": "adakv+criticalkv", "trigger": "prompt,decode:64"}, None),
+        ({"policy": "auto"}, "keeps the last 1023 tokens, which attention.headkv does not"),
+        ({"policy": "pyramidkv"}, "keeps the last 1023 tokens, which pyramidkv does not"),
+        ({"policy": "d2o"}, "keeps the last 1023 tokens, which d2o does not"),
+        ({"read": "quest:0.25", "policy": "none"}, "--kv-read leaves out.*; remove --kv-read"),
+        ({"protect": ["system"]}, "--kv-protect leaves out.*; remove --kv-protect"),
+        (
+            {"keep_prompt": 1.0, "ceiling": 4096},
+            "--kv-keep-prompt leaves out.*; remove --kv-keep-prompt",
+        ),
+        ({"attention": "flash"}, "--kv-attention flash leaves out.*; remove --kv-attention flash"),
+    ],
+)
+def test_what_does_not_work_with_inklings_biases_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    reason: str | None,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(INKLING))
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    config = engine_config(str(tmp_path), {**SETTINGS, **settings}, **options)
+    with pytest.raises(UnsupportedError, match=r"NVIDIA's GPUs alone; use one"):
+        check_engine(config)
+    monkeypatch.setattr(relative_refusals, "takes_cpu_kernels", lambda _: False)
     if reason is None:
         check_engine(config)
         return

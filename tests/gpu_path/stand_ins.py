@@ -32,6 +32,7 @@ from vllm_kvcompress.vllm_plugin.startup import (
     draft_refusals,
     latent_refusals,
     refusals,
+    relative_refusals,
 )
 
 MIB = 2**20
@@ -76,6 +77,7 @@ def replace_device(stock_backend: str) -> None:
     torch.accelerator.empty_cache = _end_of_measurement
 
     _serve_latents_as_on_gpus()
+    relative_refusals.takes_cpu_kernels = lambda *_: False
     refusals.takes_cpu_kernels = alibi_refusals.takes_cpu_kernels = lambda *_: False
 
     def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:

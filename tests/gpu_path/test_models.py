@@ -11,6 +11,7 @@ import pytest
 from model_parts import configs
 from tests.engine.conftest import request
 from tests.engine.latent_cases import check_stock
+from tests.gpu_path import inkling
 from tests.gpu_path.conftest import Run
 from tests.tiny_models import prompt
 
@@ -23,7 +24,12 @@ QUARTER = {
 WHOLE = {"kv_budget": 1.0}
 PROBES = ["plain_models"]
 ENGINE: dict[str, Any] = {"load_format": "dummy", "probes": PROBES}
-OPERATORS = {"KimiLinearForCausalLM": ["tests.gpu_path.kimi:replace_kernel"]}
+OPERATORS = {
+    "InklingForCausalLM": ["tests.gpu_path.inkling:replace_kernels"],
+    "InklingForConditionalGeneration": ["tests.gpu_path.inkling:replace_kernels"],
+    "KimiLinearForCausalLM": ["tests.gpu_path.kimi:replace_kernel"],
+}
+MORE = {name: inkling.ENGINE for name in OPERATORS if name.startswith("Inkling")}
 
 
 def written(name: str, folder: Path) -> str:
@@ -42,7 +48,7 @@ def test_budget_one_is_stock_and_a_quarter_frees_blocks(
     has_mla = "kv_lora_rank" in json.loads(Path(model, "config.json").read_text())
     stock_mla = {"attention_backend": "TRITON_MLA"} if has_mla else {}
     both = [request("long", long, 24), request("short", short, 24, at_step=2)]
-    engine = {**ENGINE, "probes": [*PROBES, *OPERATORS.get(name, ())]}
+    engine = {**ENGINE, **MORE.get(name, {}), "probes": [*PROBES, *OPERATORS.get(name, ())]}
     stock = run_gpu_path(model, [both], **stock_mla, **engine)
     whole = [{**each, "id": f"whole {each['id']}", "xargs": WHOLE} for each in both]
     found = run_gpu_path(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.scheduling.ledger import (
     SKIP_NOTHING_TO_FREE,
+    SKIP_PROTECTED,
     SKIP_SHORT,
     Decision,
     PreparationLedger,
@@ -334,6 +335,17 @@ def test_target_is_at_least_least_blocks() -> None:
     rule = CompressionRule(block_size=32, fraction=0.25, least_blocks=5)
     assert rule.target_blocks(32 * 8, 32 * 8) == 5
     assert rule.target_blocks(32 * 40, 32 * 40) == 10
+
+
+@pytest.mark.parametrize(("blocks", "skipped"), [(16, None), (12, SKIP_PROTECTED)])
+def test_events_without_room_for_what_every_head_has_to_keep_are_left_out(
+    blocks: int, skipped: str | None
+) -> None:
+    """A quarter of the prompt is 4 or 3 blocks, for 100 tokens."""
+    rule = CompressionRule(block_size=32, fraction=0.25, num_certain=100)
+    decision = RequestLedger(blocks * 32, rule).decide(blocks * 32)
+    assert decision is not None
+    assert decision.skipped == skipped
 
 
 def test_inexact_binary_fractions_round_like_decimals() -> None:

@@ -104,8 +104,8 @@ class Event:
     def fall_back(self, pipeline: Pipeline, error: Exception) -> None:
         """Lets another policy, which observes and merges nothing, decide from this layer on."""
         protected = self.plan.protected if self.pipeline.keeps_spans_whole else ()
-        by_position = self.pipeline.attends_by_position
-        self.pipeline, self.error = replace(pipeline, attends_by_position=by_position), error
+        former, self.error = self.pipeline, error
+        self.pipeline = pipeline.for_model(former.attends_by_position, former.num_near)
         self.plan = replace(self.plan, window_size=0, protected=protected)
 
     def kept_pages(self, layer: int) -> Tensor:

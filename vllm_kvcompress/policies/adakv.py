@@ -64,8 +64,11 @@ class Ada(Modifier, Allocator):
                 "adakv divides a layer's budget by each head's attention mass, which keydiff does "
                 "not score; leave adakv out, or compare cosines instead, with any_scores=on."
             )
-        allocator = replace(self, protection=base.protection, layers=base.allocator)
+        allocator = replace(self, layers=base.allocator).beside(base.protection)
         return replace(base, allocator=allocator)
+
+    def beside(self, protection: Protection) -> Self:
+        return replace(self, protection=protection)
 
     @property
     def layer_dependent(self) -> bool:

@@ -32,6 +32,8 @@ class Pipeline:
         span_share: part of spans that requests protect which every head keeps; None: as much of
             each as the head keeps of all tokens.
         attends_by_position: whether the model's attention reads the positions of kept tokens.
+        num_near: last tokens that every head keeps at every event, since the model's attention
+            depends on distances up to that; 0: it does not. See `for_model`.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Pipeline:
     min_window: int | None = None
     span_share: float | None = 1.0
     attends_by_position: bool = False
+    num_near: int = 0
 
     @cached_property  # read at every step
     def needs(self) -> Needs:
@@ -53,6 +56,15 @@ class Pipeline:
         if self.merger is not None:
             needs = needs.joined(self.merger.needs)
         return needs if self.min_window is None else replace(needs, min_window=self.min_window)
+
+    def for_model(self, attends_by_position: bool, num_near: int) -> Pipeline:
+        """Returns the policy for a model whose attention depends on distances in these ways."""
+        bound = replace(self, attends_by_position=attends_by_position, num_near=num_near)
+        if not num_near:
+            return bound
+        protection = replace(self.protection, num_recent=max(num_near, self.protection.num_recent))
+        allocator = self.allocator.beside(protection)
+        return replace(bound, protection=protection, allocator=allocator)
 
     @property
     def batches(self) -> bool:
@@ -131,6 +143,7 @@ class Pipeline:
             least_blocks=self.least_blocks(shape),
             blocks_on_top=self.blocks_on_top(shape),
             layer_dependent=self.layer_dependent,
+            num_certain=self.protection.num_sinks + self.num_near if self.num_near else 0,
             state_share=4 * len(self.token_state) * shape.block_size / shape.page_bytes,
         )
 

@@ -36,7 +36,7 @@ SKIP_REASONS = {  # why an event that a trigger called for is left out
     SKIP_NOTHING_TO_FREE: "the budget is no smaller than what the request holds",
     SKIP_ONE_TOKEN: "nothing is generated behind the first token",
     SKIP_SHORT_ANSWER: "an answer limited to fewer than min_answer_tokens, while there was room",
-    SKIP_PROTECTED: "the budget has no room for the tokens that the request protects",
+    SKIP_PROTECTED: "the budget has no room for tokens that the request, or the model, needs",
     SKIP_ERROR: "the policy failed, and the request ended with an error",
 }
 

@@ -43,6 +43,8 @@ class PolicyDemand:
         blocks_on_top: blocks of a policy state that does not count in the budget.
         layer_dependent: whether layers get different budgets.
         state_share: part of kept blocks that numbers of each token take.
+        num_certain: first and last tokens that every head has to keep, whatever its budget; 0:
+            small budgets cut what the policy protects.
     """
 
     window_size: int = 0
@@ -52,6 +54,7 @@ class PolicyDemand:
     blocks_on_top: int = 0
     layer_dependent: bool = False
     state_share: float = 0.0
+    num_certain: int = 0
 
     @property
     def needed_queries(self) -> int:
@@ -198,9 +201,14 @@ class CompressionRule(PolicyDemand):
         return wanted
 
     def has_room(self, num_blocks: int, num_protected: int) -> bool:
-        """Whether kept blocks hold what is kept of protected tokens, and at least a block more."""
+        """Whether kept blocks hold what is kept of protected tokens, and at least a block more.
+
+        Tokens that every head has to keep need no more.
+        """
         num_kept = num_kept_of_spans(self.span_share, num_protected)
         room = math.floor(num_blocks * (1 - self.state_share))
+        if ceil_div(self.num_certain, self.block_size) > room:
+            return False
         return not num_kept or math.ceil(num_kept / self.block_size) < room
 
     def first_effective_position(self, num_prompt_tokens: int) -> int | None:

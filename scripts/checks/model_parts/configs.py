@@ -93,6 +93,11 @@ _SLIDING = {
 }
 
 _INKLING = {
+    "hidden_size": 256,  # so that blocks of convolutions are as large as 32 tokens' keys and values
+    "dense_mlp_idx": LAYERS,
+    "rel_extent": 48,
+    "sliding_window_size": 64,
+    "log_scaling_n_floor": 128,
     "sconv_kernel_size": 4,
     "use_sconv": True,
     "local_layer_ids": [0, 2],
@@ -387,6 +392,8 @@ FOREIGN: dict[str, dict[str, Any]] = {
 OPTIONS = {"SarvamMLAForCausalLM": ["--block-size=16"]}
 # What stock vLLM computes for a class on GPUs alone.
 ON_GPUS = {
+    "InklingForCausalLM": "biases by distance in a kernel of its own",
+    "InklingForConditionalGeneration": "biases by distance in a kernel of its own",
     "KimiLinearForCausalLM": "MLA layers with kernels of their own",
     "LongcatFlashNgramForCausalLM": "n-gram embeddings, which need model runner V2",
     "Rnj1ForCausalLM": "attention within chunks and the chunk before",
@@ -421,16 +428,23 @@ class _OnHub:
         return [_as_object(block) for block in self.blocks]  # type: ignore[attr-defined]
 
 
+_WORDS = [
+    *(f"<|message_{role}|>" for role in ("user", "model", "system", "tool")),
+    *(f"<|content_{kind}|>" for kind in ("text", "image", "thinking", "audio_input", "xml")),
+    *("<|content_model_end_sampling|>", "<|content_invoke_tool_json|>"),
+    *("<|end_message|>", "<|audio_end|>"),
+]
 # Classes that also see images, and make the parts that do from a tokenizer.
 SEEING = {"HCXVisionV2ForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration"}
 
 
 def write_tokenizer(path: Path) -> None:
-    """Writes a tokenizer that has a word for each token."""
+    """Writes a tokenizer that has a word for each token, the last of them what Inkling asks for."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{number}": number for number in range(_BASIC["vocab_size"])}
+    numbers = range(_BASIC["vocab_size"] - len(_WORDS))
+    words = {word: number for number, word in enumerate([*(f"w{n}" for n in numbers), *_WORDS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(path)
 

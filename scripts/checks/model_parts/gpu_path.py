@@ -24,13 +24,15 @@ STOCK_MLA = "--attention-backend=TRITON_MLA"
 def main() -> None:
     """Runs what the command line says, and writes the report."""
     kind, model, report, log, *options = sys.argv[1:]
+    config = json.loads(Path(model, "config.json").read_text())
     if kind == "stock":
-        config = json.loads(Path(model, "config.json").read_text())
         options += [*STOCK, *([STOCK_MLA] if "kv_lora_rank" in config else [])]
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     host.answer_for_vllm()
     host.interpreter.speed_up()
-    backend, replace_kernels = host.REPLACED["torch"]
+    if takes_flash := config["architectures"][0].startswith("Inkling"):
+        options.append("--num-gpu-blocks-override=1000")  # convolutions take blocks of 4 tokens
+    backend, replace_kernels = host.REPLACED["flash3" if takes_flash else "torch"]
     replace_device(backend)
     replace_kernels()
     engines.run(kind, model, options, report, log, taken_for_cuda())

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import torch
 from torch.nn.functional import silu, softplus
 
-from model_parts import linear_operators
+from model_parts import linear_operators, relative_operators
 
 
 def install(architecture: str) -> None:
@@ -234,6 +234,15 @@ def _kimi_linear() -> None:
     linear_operators.kimi_linear()
 
 
+def _inkling() -> None:
+    """Gives Inkling plain operators, without the compilers of its kernels."""
+    from vllm.model_executor.models import registry
+
+    sys.meta_path.append(_NoCompilers())
+    registry._run_in_subprocess = lambda look: look()  # where the compilers are not found
+    relative_operators.inkling()
+
+
 def _qwen4() -> None:
     """Lets Qwen 4's layers be built without FlashAttention."""
     from vllm.models.qwen4_exp.nvidia import model
@@ -245,8 +254,8 @@ def _qwen4() -> None:
 SINGLE: dict[str, Callable[[], None]] = {
     "BailingMoeV2_5ForCausalLM": linear_operators.bailing_v2_5,
     "BailingMoeV3ForCausalLM": linear_operators.bailing_v3,
-    "InklingForCausalLM": _no_gpu,
-    "InklingForConditionalGeneration": _no_gpu,
+    "InklingForCausalLM": _inkling,
+    "InklingForConditionalGeneration": _inkling,
     "K2HorizonForCausalLM": _k2_horizon,
     "KimiLinearForCausalLM": _kimi_linear,
     "LongcatFlashForCausalLM": _longcat,

@@ -11,7 +11,7 @@ from tests.policies.oracles.heads import Head
 def protected(head: Head, kept: int, sinks: int, recent: int, share: float) -> set[int]:
     """Protected entries of a head that keeps `kept` full-block entries."""
     if share:
-        recent = math.floor((kept + head.num_tail) * share)
+        recent = max(recent, math.floor((kept + head.num_tail) * share))
     wanted = recent > 0 or share > 0
     recent = max(0, recent - head.num_tail)  # the tail is recent and stays anyway
     if sinks + recent > kept:

@@ -16,6 +16,7 @@ from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.apportion import apportion
 from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies.parts.selection import Protection
 
 
 class Allocator:
@@ -36,6 +37,10 @@ class Allocator:
 
     def bind(self, model: ModelHeads) -> Self:
         """The allocator for one model and one rank's heads."""
+        return self
+
+    def beside(self, protection: Protection) -> Self:
+        """The allocator where these tokens are protected."""
         return self
 
     def layer_pages(

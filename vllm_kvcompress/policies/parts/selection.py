@@ -18,7 +18,7 @@ class Protection:
     Attributes:
         num_sinks: tokens at the beginning.
         num_recent: tokens at the end.
-        recent_fraction: instead of `num_recent`, a fraction of what the head keeps.
+        recent_fraction: fraction of what the head keeps, if that is more than `num_recent`.
     """
 
     num_sinks: int = 0
@@ -38,7 +38,7 @@ class Protection:
         recent = (self.num_recent - tails).clamp_min(0)
         if self.recent_fraction:
             share = ((kept + tails).double() * self.recent_fraction).floor().to(torch.int64)
-            recent = (share - tails).clamp_min(0)
+            recent = recent.maximum(share - tails)
         if self.num_recent or self.recent_fraction:
             room = torch.maximum(room, 1 - tails)  # without a tail at least one token is recent
         recent = room.clamp_min(0).minimum(recent).minimum(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.compat.relative import calls_relative_kernel
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,10 @@ def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Te
     try:
         parent = model.get_submodule(parent_name)
         layer: Any = getattr(parent, layer_name.rpartition(".")[2], None)
-        projection = layer.o_proj if calls_prefill_kernels(layer) else parent.o_proj
+        if calls_relative_kernel(layer):
+            projection = layer.wo_ud
+        else:
+            projection = layer.o_proj if calls_prefill_kernels(layer) else parent.o_proj
     except AttributeError:
         raise UnsupportedError(
             f"criticalkv needs the output projection beside {layer_name}, expected at "

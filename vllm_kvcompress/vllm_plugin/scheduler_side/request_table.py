@@ -284,7 +284,9 @@ def _protected_spans(
         spans = ((0, num_tokens),)
     within = tuple((start, min(end, num_tokens)) for start, end in spans if start < num_tokens)
     why = "" if within == spans else f"expected tokens of the prompt, which has {num_tokens}"
-    if rule.ceiling_blocks is not None:
+    if within and rule.num_certain:
+        within, why = (), "this model's attention needs the last tokens in their order"
+    elif rule.ceiling_blocks is not None:
         number = num_in_spans(within, num_tokens)
         num_kept = kept_below(rule.ceiling_blocks) * rule.split
         if not rule.has_room(num_kept, number):

@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.vllm_plugin.compat.config import has_latents, uses_alibi
+from vllm_kvcompress.vllm_plugin.compat.relative import relative_extent
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, num_sharing_layers
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
@@ -37,7 +38,7 @@ def _reason_against_own(vllm_config: VllmConfig, settings: Settings) -> str | No
         return "this package's kernels do not read quantized caches"
     if num_sharing_layers(vllm_config.model_config):
         return "graphs do not record queries of layers that read other layers' caches"
-    if uses_alibi(vllm_config.model_config):
+    if uses_alibi(vllm_config.model_config) or relative_extent(vllm_config.model_config):
         return "this package's kernels add no biases by distance, as the model does"
     if caps_logits(vllm_config.model_config):
         return "this package's kernels do not cap attention logits, as the model does"

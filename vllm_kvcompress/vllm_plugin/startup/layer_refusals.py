@@ -12,6 +12,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.vllm_plugin.compat.config import has_latents
 from vllm_kvcompress.vllm_plugin.compat.layers import calls_prefill_kernels, latent_size
+from vllm_kvcompress.vllm_plugin.compat.relative import calls_relative_kernel
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
@@ -58,7 +59,7 @@ def check_page_sizes(specs: list[CompressedAttentionSpec]) -> None:
 
 
 def check_classes(layers: Mapping[str, Any]) -> None:
-    """Refuses layers that call attention kernels by themselves, but for Kimi Linear's MLA.
+    """Refuses layers that call attention kernels by themselves, but Kimi Linear's and Inkling's.
 
     Args:
         layers: compressed layers by name.
@@ -71,7 +72,7 @@ def check_classes(layers: Mapping[str, Any]) -> None:
     for name, layer in layers.items():
         if calls_prefill_kernels(layer):
             _check_own_prefill(name, layer)
-        elif not isinstance(layer, (Attention, MLAAttention)):
+        elif not (isinstance(layer, (Attention, MLAAttention)) or calls_relative_kernel(layer)):
             raise UnsupportedError(
                 f"{name}: expected vLLM's Attention or MLAAttention, found "
                 f"{type(layer).__name__}, which calls attention kernels by itself; serve this "

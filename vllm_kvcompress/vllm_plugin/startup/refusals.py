@@ -37,6 +37,7 @@ from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     reasons_of_caps,
 )
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
+from vllm_kvcompress.vllm_plugin.startup.relative_refusals import reasons_against_relative
 
 _OFF = "or serve without --kv-policy"
 # Of speculative decoding: suffix has ngram's interface, medusa's heads read hidden states.
@@ -67,6 +68,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_images(vllm_config, settings),
         _reasons_of_look_back(vllm_config, settings),
         reasons_against_alibi(vllm_config, settings),
+        reasons_against_relative(vllm_config, settings),
         reasons_against_latents(vllm_config, settings),
         reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_sharing(vllm_config, settings),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.compat.config import has_latents, looks_back, takes_alibi_roots
+from vllm_kvcompress.vllm_plugin.compat.relative import leave_to_backend, relative_layers
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
 _PACKAGE = "vllm_kvcompress.vllm_plugin.worker_side.attention"
@@ -17,6 +20,7 @@ _GPU = {
     "triton": f"{_PACKAGE}.gpu_triton.CompressedTritonBackend",
     "triton-mla": f"{_PACKAGE}.latent_gpu.CompressedTritonLatentBackend",
 }
+_RELATIVE = f"{_PACKAGE}.gpu_relative:CompressedRelativeBackend"
 _NAMED_TRITON = f"{_PACKAGE}.gpu_triton.NamedTritonBackend"
 
 
@@ -54,6 +58,17 @@ def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
         )
     looking_back = looks_back(vllm_config.model_config)
     register_backend(AttentionBackendEnum.CUSTOM, _NAMED_TRITON if looking_back else _GPU[kernels])
+
+
+def use_relative_backend(vllm_config: VllmConfig) -> None:
+    """Gives our backend to Inkling's full-attention layers, which ask vLLM for none; repeatable.
+
+    To be called when layers exist, and before vLLM asks for their cache specs.
+    """
+    for layer in relative_layers(vllm_config):
+        backend = pkgutil.resolve_name(_RELATIVE)
+        sizes = layer.num_heads, layer.head_dim, layer.scaling, layer.num_kv_heads
+        leave_to_backend(layer, backend, backend.impl_class(*sizes))
 
 
 def backend_paths() -> dict[str, str]:

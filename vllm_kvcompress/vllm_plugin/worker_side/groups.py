@@ -43,6 +43,7 @@ from vllm_kvcompress.vllm_plugin.compat.layers import (
     rotary_embedding,
     shared_caches,
 )
+from vllm_kvcompress.vllm_plugin.compat.relative import relative_extent
 from vllm_kvcompress.vllm_plugin.spec import (
     MIN_BUFFERS,
     CompressedAttentionSpec,
@@ -87,9 +88,10 @@ class WorkerGroups:
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
-        by_position = uses_alibi(vllm_config.model_config)
+        model = vllm_config.model_config
+        distances = uses_alibi(model), max(0, relative_extent(model) - 1)
         self.pipelines: dict[str, Pipeline] = {
-            policy: replace(pipeline, attends_by_position=by_position)
+            policy: pipeline.for_model(*distances)
             for policy, pipeline in resolve_settings(settings).items()
         }
         self.reason_for_pieces = reason_for_pieces(vllm_config, settings)

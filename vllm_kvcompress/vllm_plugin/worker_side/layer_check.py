@@ -26,6 +26,7 @@ from vllm_kvcompress.vllm_plugin.startup.registration import (
     kernels_for,
     use_cpu_backend,
     use_gpu_backend,
+    use_relative_backend,
 )
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
@@ -74,5 +75,6 @@ def check_layers(vllm_config: VllmConfig) -> None:
         ensure_model_parallel_initialized(1, 1)
         with set_default_torch_dtype(vllm_config.model_config.dtype), NoWeights():
             initialize_model(vllm_config)
+        use_relative_backend(vllm_config)
         specs = get_kv_cache_spec(vllm_config)
         compression.compressed_groups(kv_cache_groups(vllm_config, specs))

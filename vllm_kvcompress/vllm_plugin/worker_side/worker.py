@@ -21,6 +21,7 @@ from vllm_kvcompress.vllm_plugin.spec import (
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import keeps_blocks
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.startup.registration import use_relative_backend
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
 from vllm_kvcompress.vllm_plugin.worker_side.connector import EarlyEnds, flush_connector
 from vllm_kvcompress.vllm_plugin.worker_side.drafting import Drafter
@@ -60,9 +61,11 @@ class CompressionWorker(CompressingWorker, Worker):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Returns the cache specs of all layers; backends mark neither Mamba nor draft layers."""
-        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         if self.compression is None:
-            return specs
+            stock: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+            return stock
+        use_relative_backend(self.vllm_config)
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         speculation = self.vllm_config.speculative_config
         by_mtp = speculation is not None and speculation.method == "mtp"
         specs = with_draft_layers(specs, draft_layers(self.model_runner), by_mtp)

@@ -87,6 +87,12 @@ class CompressedMetadata:
     uncompressed: list[Subset] = field(default_factory=list)
 
 
+def compressed_of(metadata: Any) -> CompressedMetadata | None:
+    """Returns a cache group's work in a step from vLLM's metadata; None: there is none."""
+    compressed: CompressedMetadata | None = getattr(metadata, _ATTRIBUTE, None)
+    return compressed
+
+
 def cache_of(layer: Any, kv_cache: Tensor) -> Tensor:
     """Returns a layer's cache, in the parts of blocks where these are divided.
 
@@ -425,7 +431,7 @@ class CompressedImpl(AttentionImpl[Any]):
     ) -> Tensor:
         """Computes a layer's attention, then the layer's part of every compression event."""
         kv_cache = cache_of(layer, kv_cache)
-        compressed: CompressedMetadata | None = getattr(attn_metadata, _ATTRIBUTE, None)
+        compressed = compressed_of(attn_metadata)
         if compressed is None or not (compressed.work.compressed or compressed.work.decodes):
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs
