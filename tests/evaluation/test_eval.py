@@ -15,7 +15,7 @@ import torch
 import reference_questions
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from vllm_kvcompress.cli import eval as eval_command
-from vllm_kvcompress.cli import recommend
+from vllm_kvcompress.cli import launch, recommend
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.dtypes import fast_dtype
@@ -331,6 +331,15 @@ def test_an_engine_that_does_not_start_is_reported(
     assert "the engine ended" in capsys.readouterr().err
 
 
+def test_options_of_engines_are_those_of_servers() -> None:
+    """vLLM's own parser reads them."""
+    given = {"enable_prefix_caching": False, "enforce_eager": True, "max_num_seqs": 3}
+    given |= {"hf_overrides": {"rope_theta": 10}, "kv_cache_dtype": "auto"}
+    command = ["serve", MODEL, *recommend.engine_flags(given)]
+    _, parsed = launch.parse(command)
+    assert {name: getattr(parsed, name) for name in given} == given
+
+
 def test_a_recommendation_is_a_command(
     finished: Path,
     tmp_path: Path,
@@ -348,7 +357,8 @@ def test_a_recommendation_is_a_command(
     assert main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].strip() == (
-        f"vllm-kvcompress serve {MODEL} --kv-policy adakv --kv-budget 0.25"
+        f"vllm-kvcompress serve {MODEL} --kv-policy adakv --kv-budget 0.25 "
+        f"--enforce-eager --max-model-len 2048 --dtype {DTYPE}"
     )
     rows, _ = read(folder)
     assert set(rows) == {"full/query-aware", "adakv@0.25/query-aware"}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,11 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
                     continue
                 texts = [f"{k}={v}" for k, v in value.items()] if name == "params" else [str(value)]
                 command += [part for text in texts for part in (Settings.flag(name), text)]
+            command += engine_flags(plan.engine)
             print(f"{best} loses at most {_bounds(arguments)}; serve it with")
             print(f"    {shlex.join(command)}")
             return 0
     print(f"every setting that was tried loses more than {_bounds(arguments)}")
     return 1
+
+
+def engine_flags(engine: Mapping[str, Any]) -> list[str]:
+    """Returns the options of `vllm serve` that mean the same as keyword arguments of an engine."""
+    flags: list[str] = []
+    for name, value in engine.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            flags += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return flags
 
 
 def rounds(setups: Sequence[Setup]) -> Iterator[list[Setup]]:
