@@ -93,7 +93,7 @@ class CompressedRelativeImpl(CompressedImpl, RelativeImpl):
             setattr(each, _BIASES, its_biases)
         try:
             self.forward(layer, queries, queries, queries, layer.kv_cache, metadata, output)
-        finally:  # they are as large as a hundred queries, and metadata lives as long as the step
+        finally:  # they take eight times as much as queries, and metadata lives as long as the step
             self._biases = None
             for each, _ in given:
                 delattr(each, _BIASES)
