@@ -79,7 +79,7 @@ def test_heads_attend_at_true_distances_from_event_to_event(run: Run, check: Any
     assert len(set(lengths)) > 1, "heads differ"
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "adakv+criticalkv", "streamingllm"])
+@pytest.mark.parametrize("policy", ["h2o", "adakv+criticalkv"])
 def test_policies_keep_the_tokens_that_have_a_bias(run: Run, check: Any, policy: str) -> None:
     settings = {**ADAKV, "policy": policy}
     report = run([[request("a", LONG, 6)]], settings=settings, record_kept=True)

@@ -1,7 +1,7 @@
 """Plain operators of Inkling: attention with biases by distance, and short convolutions.
 
-vLLM's are kernels for NVIDIA's GPUs alone. Loops go over requests; sums are in double precision, so
-that what is stored in bfloat16 does not depend on their order.
+vLLM's are kernels for NVIDIA's GPUs alone. Sums are in double precision, so that what is stored in
+bfloat16 does not depend on their order.
 """
 
 from __future__ import annotations
@@ -141,23 +141,20 @@ def convolve(
     **_: Any,
 ) -> Tensor:
     """Returns rows plus their causal convolution, by channel, and stores them in the cache."""
+    part, tokens = slice(offset, offset + width), torch.arange(len(rows))
+    slots, is_real = slots[: len(rows)], slots[: len(rows)] >= 0
+    at = slots[is_real]
     by_head = rows.view(len(rows), cache.shape[1], width)
-    taps = weight.double()
-    out = rows.double()
-    part = slice(offset, offset + width)
-    for token, slot in enumerate(slots[: len(rows)].tolist()):
-        if slot < 0:
-            continue
-        cache[slot // block_size, :, slot % block_size, part] = by_head[token]
-        position, blocks = int(positions[token]), block_table[seq_idx[token]]
-        for back in range(min(taps.shape[1], position + 1)):
-            if token - back >= query_start[token]:
-                seen = rows[token - back]
-            else:
-                place = position - back
-                block = int(blocks[place // block_size])
-                seen = cache[block, :, place % block_size, part].flatten()
-            out[token] += seen.double() * taps[:, -1 - back]
+    cache[at // block_size, :, at % block_size, part] = by_head[is_real]
+    taps, out = weight.double(), rows.double()
+    for back in range(weight.shape[1]):
+        places = (positions - back).clamp_min(0)
+        blocks = block_table[seq_idx.long(), places // block_size].long()
+        before = cache[blocks, :, places % block_size, part].flatten(1)
+        is_here = tokens - back >= query_start
+        seen = torch.where(is_here[:, None], rows[(tokens - back).clamp_min(0)], before)
+        is_seen = is_real & (positions >= back)
+        out += seen.double() * taps[:, -1 - back] * is_seen[:, None]
     return out.to(rows.dtype)
 
 
