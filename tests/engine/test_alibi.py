@@ -85,19 +85,23 @@ def logits_over(
 
 
 def check_log_probabilities(
-    model: str, output: dict[str, Any], records: list[dict[str, Any]], ends: list[int]
+    model: str,
+    tokens: list[int],
+    output: dict[str, Any],
+    records: list[dict[str, Any]],
+    ends: list[int],
 ) -> None:
-    """Asserts the log-probabilities of `LONG`'s answer, whose events were at these ends."""
-    tokens = [*LONG, *output["tokens"]]
+    """Asserts the log-probabilities of the answer to a prompt, with events at these ends."""
+    num_prompt, tokens = len(tokens), [*tokens, *output["tokens"]]
     logits = logits_over(model, tokens, ends, visible_positions(records, LAYERS, ends))
-    logprobs = torch.log_softmax(logits[len(LONG) - 1 :], dim=-1)
+    logprobs = torch.log_softmax(logits[num_prompt - 1 :], dim=-1)
     for number, found in enumerate(output["logprobs"]):
         for token, value in found.items():
             assert value == pytest.approx(float(logprobs[number, int(token)]), abs=2e-3), number
 
 
 def test_kept_tokens_are_read_at_their_own_distances(model: str, report: dict[str, Any]) -> None:
-    check_log_probabilities(model, report["outputs"]["long"], report["kept"], [len(LONG)])
+    check_log_probabilities(model, LONG, report["outputs"]["long"], report["kept"], [len(LONG)])
 
 
 def test_tokens_keep_their_positions_from_event_to_event(model: str, run_engine: Run) -> None:
@@ -110,7 +114,23 @@ def test_tokens_keep_their_positions_from_event_to_event(model: str, run_engine:
         environment=CHECKED,
     )
     ends = [256, 512, 700, 732, 764]
-    check_log_probabilities(model, report["outputs"]["long"], report["kept"], ends)
+    check_log_probabilities(model, LONG, report["outputs"]["long"], report["kept"], ends)
+
+
+def test_a_turn_goes_on_from_kept_tokens_at_their_distances(model: str, run_engine: Run) -> None:
+    more = prompt(90, seed=4)
+    report = run_engine(
+        model,
+        [[request("first", LONG, 24)], [request("second", more, 12, follows="first")]],
+        settings={"policy": "adakv", "budget": 0.25, "reuse_conversations": "reuse"},
+        record_kept=True,
+        environment=CHECKED,
+    )
+    assert report["conversations_continued"] == 1
+    outputs = report["outputs"]
+    tokens = [*LONG, *outputs["first"]["tokens"], *more]
+    ends = [len(LONG), len(tokens)]
+    check_log_probabilities(model, tokens, outputs["second"], report["kept"], ends)
 
 
 def test_preempted_requests_resume_with_their_positions(model: str, run_engine: Run) -> None:
