@@ -28,11 +28,10 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from tests.gpu_path.torch_kernels import replace_latent_operators
 from tests.live_bytes import LiveBytes
 from vllm_kvcompress.vllm_plugin.startup import (
-    alibi_refusals,
+    distance_refusals,
     draft_refusals,
     latent_refusals,
     refusals,
-    relative_refusals,
 )
 
 MIB = 2**20
@@ -77,8 +76,7 @@ def replace_device(stock_backend: str) -> None:
     torch.accelerator.empty_cache = _end_of_measurement
 
     _serve_latents_as_on_gpus()
-    relative_refusals.takes_cpu_kernels = lambda *_: False
-    refusals.takes_cpu_kernels = alibi_refusals.takes_cpu_kernels = lambda *_: False
+    refusals.takes_cpu_kernels = distance_refusals.takes_cpu_kernels = lambda *_: False
 
     def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:
         return stock_backend if selected is None else selected.get_path()

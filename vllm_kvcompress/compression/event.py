@@ -105,7 +105,9 @@ class Event:
         """Lets another policy, which observes and merges nothing, decide from this layer on."""
         protected = self.plan.protected if self.pipeline.keeps_spans_whole else ()
         former, self.error = self.pipeline, error
-        self.pipeline = pipeline.for_model(former.attends_by_position, former.num_near)
+        self.pipeline = pipeline.for_model(
+            attends_by_position=former.attends_by_position, num_near=former.num_near
+        )
         self.plan = replace(self.plan, window_size=0, protected=protected)
 
     def kept_pages(self, layer: int) -> Tensor:

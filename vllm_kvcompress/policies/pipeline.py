@@ -57,7 +57,7 @@ class Pipeline:
             needs = needs.joined(self.merger.needs)
         return needs if self.min_window is None else replace(needs, min_window=self.min_window)
 
-    def for_model(self, attends_by_position: bool, num_near: int) -> Pipeline:
+    def for_model(self, *, attends_by_position: bool, num_near: int) -> Pipeline:
         """Returns the policy for a model whose attention depends on distances in these ways."""
         bound = replace(self, attends_by_position=attends_by_position, num_near=num_near)
         if not num_near:

@@ -84,10 +84,8 @@ def attend_by_distance(
 
     parts = cache.transpose(1, 2).split(layer.head_dim, dim=-1)
     keys, values = (canonicalize_singleton_dim_strides(part) for part in parts)
-    number, longest = (
-        metadata.num_actual_tokens,
-        attention.bucket_max_seqlen_q(metadata.max_query_len),
-    )
+    num_tokens = metadata.num_actual_tokens
+    longest = attention.bucket_max_seqlen_q(metadata.max_query_len)
     num_splits = attention.inkling_fa4_num_splits(
         is_local=False,
         batch_size=len(metadata.seq_lens),
@@ -97,7 +95,7 @@ def attend_by_distance(
         max_kv_len=layer._max_kv_len,
     )
     attention._INKLING_FA4_REL_ATTENTION_KERNEL(
-        queries[:number],
+        queries[:num_tokens],
         keys,
         values,
         block_table=metadata.block_table,
@@ -108,7 +106,7 @@ def attend_by_distance(
         causal=True,
         window_size=layer.window_size,
         rel_extent=layer.rel_extent,
-        rel_logits=biases[:number],
+        rel_logits=biases[:num_tokens],
         num_splits=num_splits,
-        out=output[:number],
+        out=output[:num_tokens],
     )

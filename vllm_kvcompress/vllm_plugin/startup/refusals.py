@@ -23,11 +23,11 @@ from vllm_kvcompress.vllm_plugin.compat.config import (
 )
 from vllm_kvcompress.vllm_plugin.compat.options import DRAFTS, plugin_options
 from vllm_kvcompress.vllm_plugin.startup import quantized
-from vllm_kvcompress.vllm_plugin.startup.alibi_refusals import reasons_against_alibi
 from vllm_kvcompress.vllm_plugin.startup.connector_refusals import (
     reasons_against_connector,
     reasons_against_names,
 )
+from vllm_kvcompress.vllm_plugin.startup.distance_refusals import reasons_against_distances
 from vllm_kvcompress.vllm_plugin.startup.draft_refusals import METHODS as METHODS_WITH_LAYERS
 from vllm_kvcompress.vllm_plugin.startup.draft_refusals import reasons_against_draft_model
 from vllm_kvcompress.vllm_plugin.startup.latent_refusals import reasons_against_latents
@@ -37,7 +37,6 @@ from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     reasons_of_caps,
 )
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
-from vllm_kvcompress.vllm_plugin.startup.relative_refusals import reasons_against_relative
 
 _OFF = "or serve without --kv-policy"
 # Of speculative decoding: suffix has ngram's interface, medusa's heads read hidden states.
@@ -67,8 +66,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_model(model),
         _reasons_of_images(vllm_config, settings),
         _reasons_of_look_back(vllm_config, settings),
-        reasons_against_alibi(vllm_config, settings),
-        reasons_against_relative(vllm_config, settings),
+        reasons_against_distances(vllm_config, settings),
         reasons_against_latents(vllm_config, settings),
         reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_sharing(vllm_config, settings),

@@ -89,9 +89,9 @@ class WorkerGroups:
         self.vllm_config = vllm_config
         self.settings = settings
         model = vllm_config.model_config
-        distances = uses_alibi(model), max(0, relative_extent(model) - 1)
+        by_position, num_near = uses_alibi(model), max(0, relative_extent(model) - 1)
         self.pipelines: dict[str, Pipeline] = {
-            policy: pipeline.for_model(*distances)
+            policy: pipeline.for_model(attends_by_position=by_position, num_near=num_near)
             for policy, pipeline in resolve_settings(settings).items()
         }
         self.reason_for_pieces = reason_for_pieces(vllm_config, settings)

@@ -16,10 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvcompress.cache.pages import PagePool, flat_pages
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin.compat.relative import (
-    attend_by_distance,
-    reads_rows,
-)
+from vllm_kvcompress.vllm_plugin.compat.relative import attend_by_distance, reads_rows
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
     CompressedBuilder,
     CompressedImpl,
