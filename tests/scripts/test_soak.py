@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 import soak
+from soak_parts import models
 from soak_parts.asks import Answer, Ask, Batch, Choice, Served
+from soak_parts.hosts import in_process_host
 from soak_parts.judge import difference, problem
 from soak_parts.memory import slope
 from soak_parts.over_http import _answer
 from soak_parts.schedule import Schedule
-from soak_parts.setups import SETUPS
+from soak_parts.setups import SETUPS, Setup
 from soak_parts.tally import Tally
 from soak_parts.tenants import values_of
 
@@ -172,6 +174,17 @@ def test_storm_without_preemptions_fails_the_run() -> None:
     assert "PROBLEM storm: none of 300 requests was preempted" in tally.summary(300, "again")
     tally.preempted["storm"] = 1
     assert tally.passed(300)
+
+
+def test_answers_that_wait_to_be_scored_are_not_requests_left_over(tmp_path: Path) -> None:
+    """The three arrive and end together; each one's answer is scored in a step behind it."""
+    models.prepare(tmp_path)
+    setup = Setup("canary", "snapkv", num_blocks=400, more=(("shadow", 1.0),))
+    asks = [Ask(number, [5 + number] * 160, max_tokens=8) for number in range(3)]
+    with in_process_host(setup, tmp_path) as engine:
+        served = engine.call(Batch(asks, seed="b", concurrency=3))
+    assert served.left_over == ""
+    assert served.counts["events"] == 3
 
 
 def test_soak_runs_two_tenants_on_the_engine(
