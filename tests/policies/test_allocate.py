@@ -272,6 +272,15 @@ def test_headkv_on_other_policies_divides_over_the_whole_model() -> None:
     assert all_pages(bound, 10, 15) == [[15, 11], [6, 6], [15, 6], [11, 10]]
 
 
+def test_headkv_on_other_policies_raises_importance_to_a_power() -> None:
+    """Each query head's, before their sum: 0.4 and 0.2 of a KV head make 0.16 + 0.04."""
+    table = ((0.4, 0.2, 0.1, 0.1), (0.0, 0.2, 0.0, 0.0))
+    policy = ByImportance(importance=table, even_share=0.0, temperature=2.0)
+    bound = policy.bind(ModelHeads(num_layers=2, num_kv_heads=2, num_query_heads=4, block_size=4))
+    shares = [0.20 / 0.26 * 4, 0.02 / 0.26 * 4, 0.04 / 0.26 * 4, 0.0]
+    assert [share for row in bound.importance for share in row] == pytest.approx(shares)
+
+
 @given(num_blocks=st.integers(1, 50), even=st.floats(0, 1))
 def test_headkv_of_equal_heads_is_uniform_on_other_policies(num_blocks: int, even: float) -> None:
     equal = ByImportance(importance=EQUAL_TABLE, even_share=even).bind(ModelHeads(4, 2, 2, 4))

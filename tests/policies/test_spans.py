@@ -17,6 +17,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.top_entries import ranks
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.keydiff import KeyDiff
 from vllm_kvcompress.policies.spans import Spans
 
 SHAPE = Shape((16,), group=1)  # 64 tokens
@@ -50,6 +51,16 @@ def test_spans_keep_a_passage_popular_tokens_and_an_unusual_key() -> None:
     assert UNLIKE_OTHERS in best
     assert best >= {*passage}
     assert best >= {*WANTED_BY_MANY}
+
+
+@given(seed=st.integers(0, 99), num_each=st.integers(1, 9), room=st.sampled_from([1.0, 3.0]))
+def test_unusual_keys_get_so_many_times_the_room(seed: int, num_each: int, room: float) -> None:
+    """The best by score hold as many by each attention, and room times as many by key."""
+    view = make_view(replace(SHAPE, seed=seed), FAR)
+    policy = Spans(FAR, NEAR, unusual="keydiff", unusual_room=room)
+    num_unusual = int(room) * num_each
+    best = policy.score(view)[0].topk(2 * num_each + num_unusual).indices.tolist()
+    assert {*best} >= {*KeyDiff().score(view)[0].topk(num_unusual).indices.tolist()}
 
 
 @given(numbers=st.lists(st.integers(0, 9), min_size=4, max_size=12), factor=st.floats(0.1, 1e6))

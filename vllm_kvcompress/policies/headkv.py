@@ -53,9 +53,9 @@ class MeasuredHeads(Allocator):
 class ByImportance(MeasuredHeads, Modifier):
     """Budgets per head from a measured table, on top of another policy's choice.
 
-    A head's share is `even_share` of the mean and the rest by importance; what a full head cannot
-    take goes to the model's other heads, in proportion. Scores are not compared between heads, so
-    any will do.
+    A head's share is `even_share` of the mean and the rest by importance to the power of
+    `temperature`; what a full head cannot take goes to the model's other heads, in proportion.
+    Scores are not compared between heads, so any will do.
 
     Attributes:
         importance: measured, by layer and query head; once bound to a model the shares of the
@@ -69,6 +69,7 @@ class ByImportance(MeasuredHeads, Modifier):
     refuses = {"adakv": "headkv and {} both decide how much each head keeps"}  # noqa: RUF012
 
     even_share: float = parameter(0.1, "part of the budget shared out evenly", 0.0, 1.0)
+    temperature: float = parameter(1.0, "importance is raised to this power", 0.0)
 
     def modify(self, base: Pipeline) -> Pipeline:
         """Replaces the allocator; with these budgets `spans` needs fewer queries."""
@@ -77,7 +78,7 @@ class ByImportance(MeasuredHeads, Modifier):
 
     def bind(self, model: ModelHeads) -> Self:
         """Turns importance into shares of this rank's KV heads, whose mean is 1."""
-        table = importance_of_rank(self.importance, model, temperature=1.0)
+        table = importance_of_rank(self.importance, model, self.temperature)
         num_heads = len(table) * len(table[0])
         rest = (1 - self.even_share) * num_heads
         shares = tuple(tuple(self.even_share + rest * value for value in row) for row in table)

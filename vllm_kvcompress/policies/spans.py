@@ -1,5 +1,5 @@
-"""Spans, of this project; from H2O, arXiv 2306.14048, SnapKV, arXiv 2404.14469, and Compactor,
-arXiv 2507.08143."""
+"""Spans, of this project; from H2O, arXiv 2306.14048, SnapKV, arXiv 2404.14469, Compactor,
+arXiv 2507.08143, and KeyDiff, arXiv 2504.15364."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool, max_within
 from vllm_kvcompress.kernels.top_entries import ranks
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
+from vllm_kvcompress.policies.keydiff import KeyDiff
 from vllm_kvcompress.policies.leverage import KEY_SPACE, Leverage, leverage
 from vllm_kvcompress.policies.parts.mass import (
     STRIDE,
@@ -20,6 +21,8 @@ from vllm_kvcompress.policies.parts.mass import (
     left_of_window,
     observed_masses,
 )
+
+LEVERAGE = "leverage"
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class Spans(Policy):
     is kept, of which narrow pooling would keep a part. Neither knows of a question that is still to
     come; it may ask for a key that others cannot replace (leverage).
     The three have no common scale, so each is replaced by its rank in the head: a token is kept if
-    one of the ranks is high. Heads get the same budget, since ranks are alike in all.
+    one of the ranks is high. With `unusual_room` above 1 the rank by key counts more: its distance
+    from the top is divided by it, so that so many times as many unusual keys are kept as by either
+    attention. Heads get the same budget, since ranks are alike in all.
     """
 
     name = "spans"
@@ -40,7 +45,8 @@ class Spans(Policy):
     stages = Stages(
         score="the highest of three ranks in the head: by the mean attention of every stride-th of "
         "the last window_size queries; by that of the last near_size, max-pooled from num_after "
-        "tokens before to num_before after; by the key's leverage, max-pooled over key_kernel_size",
+        "tokens before to num_before after; by the key's leverage, max-pooled over "
+        "key_kernel_size, or its KeyDiff",
         protect="the first num_sinks tokens, and the last near_size",
         allocate="the same for every layer and head",
         select="highest score",
@@ -56,6 +62,12 @@ class Spans(Policy):
     num_sinks: int = parameter(4, "first tokens that are kept", minimum=0)
     keys: str = KEY_SPACE
     stride: int = STRIDE
+    unusual: str = parameter(
+        LEVERAGE, "what tells unusual keys; keydiff is not pooled", choices=(LEVERAGE, "keydiff")
+    )
+    unusual_room: float = parameter(
+        1.0, "unusual keys that are kept for each token kept by either attention", 1.0
+    )
 
     def __post_init__(self) -> None:
         check_kernel_size(self.key_kernel_size, "key_kernel_size")
@@ -67,7 +79,8 @@ class Spans(Policy):
 
     @property
     def needs(self) -> Needs:
-        return replace(Leverage(self.keys).needs, window_size=self.window_size)
+        base = Leverage(self.keys) if self.unusual == LEVERAGE else KeyDiff()
+        return replace(base.needs, window_size=self.window_size)
 
     @property
     def protection(self) -> Protection:
@@ -78,13 +91,20 @@ class Spans(Policy):
         return Protection(num_sinks=self.num_sinks, num_recent=self.near_size)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 highest rank of each token, from 0 to n - 1."""
+        """[H, n] fp32 highest rank of each token, from 0 to n."""
         last = replace(view, queries=view.queries[-self.near_size :])
         reach = partial(max_within, num_after=self.num_after, num_before=self.num_before)
         windows = (self.window_size, self.stride), (self.near_size, 1)
         many, few = observed_masses(view, *windows)
         few = left_of_window(last, few, reach, float("-inf"))
-        unusual = max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
-        scores = torch.stack([many, few, unusual])
-        by_rank = ranks(scores.flatten(0, 1), view.valid.repeat(len(scores), 1))
-        return by_rank.view_as(scores).amax(dim=0)
+        scores = torch.stack([many, few, self._unusual(view)])
+        by_rank = ranks(scores.flatten(0, 1), view.valid.repeat(len(scores), 1)).view_as(scores)
+        from_top = view.lengths[:, None] - by_rank[2]
+        by_rank[2] += from_top - from_top / self.unusual_room
+        return by_rank.amax(dim=0)
+
+    def _unusual(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 how unusual each key is among its head's."""
+        if self.unusual == LEVERAGE:
+            return max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
+        return KeyDiff().score(view)
