@@ -53,12 +53,14 @@ def test_spans_keep_a_passage_popular_tokens_and_an_unusual_key() -> None:
     assert best >= {*WANTED_BY_MANY}
 
 
-@given(seed=st.integers(0, 99), num_each=st.integers(1, 9), room=st.sampled_from([1.0, 3.0]))
-def test_unusual_keys_get_so_many_times_the_room(seed: int, num_each: int, room: float) -> None:
-    """The best by score hold as many by each attention, and room times as many by key."""
+@given(seed=st.integers(0, 99), num_each=st.integers(1, 9), weight=st.sampled_from([1.0, 3.0]))
+def test_key_weight_times_as_many_tokens_are_kept_by_key(
+    seed: int, num_each: int, weight: float
+) -> None:
+    """The best 2n + weight * n by score include the best weight * n by KeyDiff."""
     view = make_view(replace(SHAPE, seed=seed), FAR)
-    policy = Spans(FAR, NEAR, unusual="keydiff", unusual_room=room)
-    num_unusual = int(room) * num_each
+    policy = Spans(FAR, NEAR, key_score="keydiff", key_weight=weight)
+    num_unusual = int(weight) * num_each
     best = policy.score(view)[0].topk(2 * num_each + num_unusual).indices.tolist()
     assert {*best} >= {*KeyDiff().score(view)[0].topk(num_unusual).indices.tolist()}
 

@@ -35,9 +35,9 @@ class Spans(Policy):
     is kept, of which narrow pooling would keep a part. Neither knows of a question that is still to
     come; it may ask for a key that others cannot replace (leverage).
     The three have no common scale, so each is replaced by its rank in the head: a token is kept if
-    one of the ranks is high. With `unusual_room` above 1 the rank by key counts more: its distance
-    from the top is divided by it, so that so many times as many unusual keys are kept as by either
-    attention. Heads get the same budget, since ranks are alike in all.
+    one of the ranks is high. The distance of a key's rank from the top is divided by `key_weight`:
+    with 3, where the best ten by either attention are kept, so are the best thirty by their keys.
+    Heads get the same budget, since ranks are alike in all.
     """
 
     name = "spans"
@@ -62,11 +62,13 @@ class Spans(Policy):
     num_sinks: int = parameter(4, "first tokens that are kept", minimum=0)
     keys: str = KEY_SPACE
     stride: int = STRIDE
-    unusual: str = parameter(
-        LEVERAGE, "what tells unusual keys; keydiff is not pooled", choices=(LEVERAGE, "keydiff")
+    key_score: str = parameter(
+        LEVERAGE,
+        "what keys are ranked by: pooled leverage, or KeyDiff, which is not pooled",
+        choices=(LEVERAGE, "keydiff"),
     )
-    unusual_room: float = parameter(
-        1.0, "unusual keys that are kept for each token kept by either attention", 1.0
+    key_weight: float = parameter(
+        1.0, "how many times as many tokens are kept by their keys as by either attention", 1.0
     )
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class Spans(Policy):
 
     @property
     def needs(self) -> Needs:
-        base = Leverage(self.keys) if self.unusual == LEVERAGE else KeyDiff()
+        base = Leverage(self.keys) if self.key_score == LEVERAGE else KeyDiff()
         return replace(base.needs, window_size=self.window_size)
 
     @property
@@ -97,14 +99,14 @@ class Spans(Policy):
         windows = (self.window_size, self.stride), (self.near_size, 1)
         many, few = observed_masses(view, *windows)
         few = left_of_window(last, few, reach, float("-inf"))
-        scores = torch.stack([many, few, self._unusual(view)])
+        scores = torch.stack([many, few, self._key_scores(view)])
         by_rank = ranks(scores.flatten(0, 1), view.valid.repeat(len(scores), 1)).view_as(scores)
         from_top = view.lengths[:, None] - by_rank[2]
-        by_rank[2] += from_top - from_top / self.unusual_room
+        by_rank[2] += from_top - from_top / self.key_weight
         return by_rank.amax(dim=0)
 
-    def _unusual(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 how unusual each key is among its head's."""
-        if self.unusual == LEVERAGE:
+    def _key_scores(self, view: LayerView) -> Tensor:
+        """[H, n] fp32, higher for keys that are less like the head's others."""
+        if self.key_score == LEVERAGE:
             return max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
         return KeyDiff().score(view)

@@ -64,13 +64,13 @@ def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
     last = replace(head, queries=head.queries[-params["near_size"] :])
     near = passages(last, mass(last), params["num_after"], params["num_before"])
     rows = [mass(head, params["stride"]), near]
-    if params["unusual"] == "keydiff":
+    if params["key_score"] == "keydiff":
         unusual = keydiff(head, "mean_normalized")
     else:
         bare = replace(head, queries=[])
         unusual = pooled(bare, leverage(head, params["keys"]), params["key_kernel_size"], "max")
     by_key = [
-        head.size - (head.size - rank_of(j, unusual)) / params["unusual_room"]
+        head.size - (head.size - rank_of(j, unusual)) / params["key_weight"]
         for j in range(head.size)
     ]
     return [max(*(float(rank_of(j, row)) for row in rows), by_key[j]) for j in range(head.size)]
