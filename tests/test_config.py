@@ -17,6 +17,7 @@ from vllm_kvcompress.config.auto import (
     PROFILED_FROM,
     PROFILED_POLICY,
     PROFILED_POLICY_BELOW,
+    PROFILED_POLICY_IN_TOKENS,
 )
 from vllm_kvcompress.config.fields import AUTO_MIN_ANSWER_TOKENS, DEFAULT_MIN_TOKENS
 from vllm_kvcompress.config.request import RequestOptions
@@ -397,7 +398,7 @@ def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
         (PROFILED_FROM, PROFILED_POLICY),
         (0.2499, PROFILED_POLICY_BELOW),
         (0.01, PROFILED_POLICY_BELOW),
-        (2048, PROFILED_POLICY_BELOW),
+        (2048, PROFILED_POLICY_IN_TOKENS),
     ],
 )
 def test_auto_with_measured_heads_depends_on_the_budget(budget: float | int, policy: str) -> None:

@@ -38,19 +38,19 @@ from vllm_kvcompress.tools.files import append
 
 KINDS = ("format", "language", "secret", "tool")
 FULL, FULL_TURNS = "full", "full turns"
-CONDITIONS: dict[str, dict[str, Any]] = {  # vllm_xargs; `auto` is `spans+headkv` below a quarter
+CONDITIONS: dict[str, dict[str, Any]] = {  # vllm_xargs
     FULL: {"kv_policy": "none"},
     "auto@0.25": {"kv_budget": 0.25},
-    "auto@0.1": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    "spans+headkv@0.1": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
     "adakv+criticalkv@0.25": {"kv_policy": "adakv+criticalkv", "kv_budget": 0.25},
     "auto@0.25 protected": {"kv_budget": 0.25},
-    "auto@0.1 protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    "spans+headkv@0.1 protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
     "auto@0.25 context": {"kv_budget": 0.25},
-    "auto@0.1 context": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    "spans+headkv@0.1 context": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
     "spans+headkv@0.25 context": {"kv_policy": "spans+headkv", "kv_budget": 0.25},
     "adakv+criticalkv@0.25 context": {"kv_policy": "adakv+criticalkv", "kv_budget": 0.25},
     "auto@0.25 context protected": {"kv_budget": 0.25},
-    "auto@0.1 context protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
+    "spans+headkv@0.1 context protected": {"kv_policy": "spans+headkv", "kv_budget": 0.1},
     FULL_TURNS: {"kv_policy": "none"},
     "auto@0.25 turns": {},
     "auto@0.25 turns protected": {},

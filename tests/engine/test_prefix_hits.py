@@ -92,7 +92,7 @@ def measured_heads(tmp_path: Path) -> dict[str, Any]:
     return {"budget": 0.25, "profile": str(file), "reuse_conversations": "off"}
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "attention+headkv", "spans+headkv", "spans"])
+@pytest.mark.parametrize("policy", ["snapkv", "attention+headkv", "keyspans+headkv", "spans"])
 def test_hit_is_cut_only_for_turns_that_are_too_short(
     llama: str, run_engine: Run, measured_heads: dict[str, Any], policy: str
 ) -> None:
@@ -101,7 +101,7 @@ def test_hit_is_cut_only_for_turns_that_are_too_short(
     settings, window, needed = {
         "snapkv": (SNAPKV, WINDOW, NEEDED),
         "attention+headkv": ({"policy": policy, **measured_heads}, NEEDED, NEEDED),
-        "spans+headkv": ({"policy": policy, **measured_heads}, 256, NEEDED),
+        "keyspans+headkv": ({"policy": policy, **measured_heads}, 256, NEEDED),
         "spans": ({"policy": "spans", "budget": 0.25}, 256, 256),
     }[policy]
     phases = [phase for new in news for phase in turns(new)]

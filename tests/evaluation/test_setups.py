@@ -12,7 +12,12 @@ import pytest
 from tests.cli.server_process import ROOT
 from tests.policies.cases import headkv_file
 from vllm_kvcompress.cli import eval as eval_command
-from vllm_kvcompress.config.auto import DEFAULT_POLICY, PROFILED_POLICY, PROFILED_POLICY_BELOW
+from vllm_kvcompress.config.auto import (
+    DEFAULT_POLICY,
+    PROFILED_POLICY,
+    PROFILED_POLICY_BELOW,
+    PROFILED_POLICY_IN_TOKENS,
+)
 from vllm_kvcompress.config.settings import Settings
 from vllm_kvcompress.errors import ConfigError
 
@@ -35,9 +40,9 @@ def test_without_policies_and_budgets_half_is_kept_by_the_default() -> None:
 
 def test_auto_is_at_every_budget_what_serve_makes_of_it() -> None:
     plan = plan_of("--policies", "auto", "--budgets", "0.1,0.25,2048")
-    below = PROFILED_POLICY_BELOW
+    below, in_tokens = PROFILED_POLICY_BELOW, PROFILED_POLICY_IN_TOKENS
     names = [setup.name for setup in plan.setups]
-    assert names == ["full", f"{below}@0.1", f"{PROFILED_POLICY}@0.25", f"{below}@2048"]
+    assert names == ["full", f"{below}@0.1", f"{PROFILED_POLICY}@0.25", f"{in_tokens}@2048"]
     with pytest.raises(ConfigError, match="every one once"):
         plan_of("--policies", f"auto,{below}", "--budgets", "0.1,0.25")
 

@@ -281,6 +281,32 @@ def test_headkv_on_other_policies_raises_importance_to_a_power() -> None:
     assert [share for row in bound.importance for share in row] == pytest.approx(shares)
 
 
+SIX_HEADS = ((0.4, 0.2, 0.1, 0.1), (0.0, 0.2, 0.0, 0.0), (0.1, 0.1, 0.2, 0.2))
+
+
+@pytest.mark.parametrize(("peak", "power"), [(0.0, 1.0), (2.0, 1.0), (2.6, 1.5), (5.0, 2.0)])
+def test_headkv_on_other_policies_sharpens_until_a_head_has_its_peak(
+    peak: float, power: float
+) -> None:
+    """The first of six KV heads gets 2.1 times the mean, 2.6 with a power of 1.5, 3.1 at most."""
+    groups = [(0.4, 0.2), (0.1, 0.1), (0.0, 0.2), (0.0, 0.0), (0.1, 0.1), (0.2, 0.2)]
+    powered = [sum(score**power for score in group) for group in groups]
+    expected = [0.1 + 0.9 * value * 6 / sum(powered) for value in powered]
+    policy = ByImportance(importance=SIX_HEADS, even_share=0.1, peak=peak)
+    bound = policy.bind(ModelHeads(num_layers=3, num_kv_heads=2, num_query_heads=4, block_size=4))
+    shares = [share for row in bound.importance for share in row]
+    assert shares == pytest.approx(expected)
+
+
+def test_headkv_on_other_policies_sharpens_alike_on_all_ranks() -> None:
+    """The second rank has no head with as much, and takes the power that the first one's needs."""
+    policy = ByImportance(importance=SIX_HEADS, even_share=0.0, peak=2.75)
+    rank = ModelHeads(3, num_kv_heads=1, num_query_heads=2, block_size=4, tp_rank=1, tp_size=2)
+    powered = [2 * 0.1**1.5, 0.0, 2 * 0.2**1.5]
+    shares = [share for row in policy.bind(rank).importance for share in row]
+    assert shares == pytest.approx([value * 3 / sum(powered) for value in powered])
+
+
 @given(num_blocks=st.integers(1, 50), even=st.floats(0, 1))
 def test_headkv_of_equal_heads_is_uniform_on_other_policies(num_blocks: int, even: float) -> None:
     equal = ByImportance(importance=EQUAL_TABLE, even_share=even).bind(ModelHeads(4, 2, 2, 4))

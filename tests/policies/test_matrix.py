@@ -78,7 +78,9 @@ def kept_by_oracle(
     elif "headkv" in policy.split("+"):
         group = view.queries.shape[1] // view.num_heads
         measured = headkv_scores(NUM_LAYERS, view.num_heads * group)
-        rows = [[sum(scores) / len(scores) for scores in row] for row in measured]
+        # No head of so few gets ten times the mean, so keyspans squares their importance.
+        power = 2 if policy.startswith("keyspans") else 1
+        rows = [[(sum(scores) / len(scores)) ** power for scores in row] for row in measured]
         means = [
             [sum(row[i : i + group]) / group for i in range(0, len(row), group)] for row in rows
         ]

@@ -11,6 +11,7 @@ from tests.policies.cases import POLICIES, Shape, headkv_file, make_pipeline
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import Modifier, all_policies, describe, resolve
 from vllm_kvcompress.policies.base import Needs
+from vllm_kvcompress.policies.headkv import ByImportance
 from vllm_kvcompress.policies.registry import bases_of, modifiers
 from vllm_kvcompress.scheduling.protocols import PROTOCOLS
 from vllm_kvcompress.scheduling.triggers import parse_triggers
@@ -191,6 +192,15 @@ def test_policies_that_need_a_profile_say_how_to_make_one() -> None:
     for policy in ("headkv", "headkv+criticalkv", "spans+headkv", "duoattention", "triattention"):
         with pytest.raises(ConfigError, match="vllm-kvcompress profile MODEL --kind"):
             resolve(policy)
+
+
+@pytest.mark.parametrize("policy", ["keyspans", "spans", "attention"])
+def test_headkv_sharpens_heads_for_keyspans_alone(policy: str) -> None:
+    """With measured heads 32 queries behind a hit are enough, for all three."""
+    pipeline = resolve(f"{policy}+headkv", measures_heads=True)
+    assert isinstance(pipeline.allocator, ByImportance)
+    assert pipeline.allocator.peak == (10.0 if policy == "keyspans" else 0.0)
+    assert pipeline.needs.needed_queries == 32
 
 
 def test_policies_that_read_no_profile_refuse_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Spans keeps passages around what the last queries attend to, and what many attend to."""
+"""Spans keep passages around what the last queries attend to, what many do, and unusual keys."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vllm_kvcompress.kernels.top_entries import ranks
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.keydiff import KeyDiff
+from vllm_kvcompress.policies.keyspans import KeySpans
 from vllm_kvcompress.policies.spans import Spans
 
 SHAPE = Shape((16,), group=1)  # 64 tokens
@@ -59,10 +60,27 @@ def test_key_weight_times_as_many_tokens_are_kept_by_key(
 ) -> None:
     """The best 2n + weight * n by score include the best weight * n by KeyDiff."""
     view = make_view(replace(SHAPE, seed=seed), FAR)
-    policy = Spans(FAR, NEAR, key_score="keydiff", key_weight=weight)
+    policy = KeySpans(FAR, NEAR, key_weight=weight)
     num_unusual = int(weight) * num_each
     best = policy.score(view)[0].topk(2 * num_each + num_unusual).indices.tolist()
     assert {*best} >= {*KeyDiff().score(view)[0].topk(num_unusual).indices.tolist()}
+
+
+def test_heads_with_little_room_keep_what_is_attended_to_alone() -> None:
+    """The most unusual key, which nobody attends to, is kept from `min_kept` on."""
+    view = passage_view()
+    unusual = int(KeyDiff().score(view)[0, 1:-NEAR].argmax()) + 1
+    policy = KeySpans(FAR, NEAR, num_recent=2, num_sinks=1, min_kept=0.25)
+    scores = policy.score(view)
+    kept = {
+        count: policy.select(view, scores, torch.tensor([count]), policy.protection)[0]
+        for count in (12, 16)
+    }
+    assert [int(mask.sum()) for mask in kept.values()] == [12, 16]
+    assert kept[12][WANTED_BY_LAST]
+    assert kept[16][WANTED_BY_LAST]
+    assert not kept[12][unusual]
+    assert kept[16][unusual]
 
 
 @given(numbers=st.lists(st.integers(0, 9), min_size=4, max_size=12), factor=st.floats(0.1, 1e6))

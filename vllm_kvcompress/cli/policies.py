@@ -16,6 +16,7 @@ from vllm_kvcompress.config.auto import (
     PROFILED_FROM,
     PROFILED_POLICY,
     PROFILED_POLICY_BELOW,
+    PROFILED_POLICY_IN_TOKENS,
     named_policy,
 )
 from vllm_kvcompress.scheduling.protocols import protocol_of
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 _UNIFORM = "the same for every layer and head"
 _WIDTH = 100
 _AUTO = (
-    f"auto stands for {PROFILED_POLICY}; with a budget in tokens, or less than {PROFILED_FROM} of "
-    f"the prompt, for {PROFILED_POLICY_BELOW}; without measured heads for {DEFAULT_POLICY}\n"
+    f"auto stands for {PROFILED_POLICY}; with less than {PROFILED_FROM} of the prompt for "
+    f"{PROFILED_POLICY_BELOW}, with a budget in tokens for {PROFILED_POLICY_IN_TOKENS}; without "
+    f"measured heads for {DEFAULT_POLICY}\n"
 )
 _SAVINGS = (
     ("memory", "a policy, this one too: what it evicts or merges frees blocks of the KV cache"),

@@ -15,8 +15,8 @@ from vllm_kvcompress.config.auto import (
     AUTO,
     DEFAULT_BUDGET,
     DEFAULT_POLICY,
+    PROFILED_POLICIES,
     PROFILED_POLICY,
-    PROFILED_POLICY_BELOW,
 )
 from vllm_kvcompress.config.request import Fraction
 from vllm_kvcompress.options import MAX_TOKENS, Options, option
@@ -67,10 +67,10 @@ class SettingsFields(Options):
 
     policy: str = option(
         ...,
-        f"what to keep: `auto` ([{PROFILED_POLICY} or {PROFILED_POLICY_BELOW}, without measured "
-        f"heads {DEFAULT_POLICY}](policies.md#which-one)), or a [policy](policies.md) and "
-        "modifiers joined by `+`, such as `adakv+criticalkv` (`vllm-kvcompress policies` lists "
-        "them); `none`: stock vLLM",
+        f"what to keep: `auto` ([by the budget](policies.md#which-one) "
+        f"{' or '.join(PROFILED_POLICIES)}, without measured heads {DEFAULT_POLICY}), or a "
+        "[policy](policies.md) and modifiers joined by `+`, such as `adakv+criticalkv` "
+        "(`vllm-kvcompress policies` lists them); `none`: stock vLLM",
         "P",
         min_length=1,
         example=AUTO,

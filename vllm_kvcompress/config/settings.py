@@ -14,8 +14,7 @@ from pydantic import model_validator
 from vllm_kvcompress.config.auto import (
     AUTO,
     NO_POLICY,
-    PROFILED_POLICY,
-    PROFILED_POLICY_BELOW,
+    PROFILED_POLICIES,
     named_policy,
 )
 from vllm_kvcompress.config.derived import DerivedSettings
@@ -189,7 +188,7 @@ class Settings(DerivedSettings):
 
     def _named(self, policy: str) -> str:
         """Resolves `auto` for a request; the profile is that of the server's own policy."""
-        profiled = self.policy in (PROFILED_POLICY, PROFILED_POLICY_BELOW)
+        profiled = self.policy in PROFILED_POLICIES
         has_heads = self.measure_heads or (self.profile is not None and profiled)
         return named_policy(policy, has_heads, self.ceiling or self.budget)
 

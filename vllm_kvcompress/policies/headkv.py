@@ -13,14 +13,17 @@ from torch import Tensor
 from vllm_kvcompress.config.auto import MEASURING_PART
 from vllm_kvcompress.policies import Allocator, Modifier, Pipeline, Stages, parameter
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies.keyspans import KeySpans
 from vllm_kvcompress.policies.parts import profiles
 from vllm_kvcompress.policies.parts.allocation import divide, spread, spread_within
 from vllm_kvcompress.policies.parts.mass import ENOUGH_QUERIES
 from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.policies.snapkv import SnapKV
-from vllm_kvcompress.policies.spans import Spans
+from vllm_kvcompress.policies.spans import HighestRank
 
 Scores = list[list[list[float]]]  # by layer, query head and prompt
+PEAK = 10.0
+MAX_POWER, POWER_STEP = 2.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class ByImportance(MeasuredHeads, Modifier):
     Scores are not compared between heads, so any will do.
 
     Attributes:
+        peak: the power rises, up to 2, until the first head of the model has this many times the
+            mean. A head that is to find what nobody has asked for yet must hold the whole prompt:
+            of a tenth, with `keyspans`, 10 times the mean.
         importance: measured, by layer and query head; once bound to a model the shares of the
             rank's KV heads, whose mean is 1.
     """
@@ -65,24 +71,46 @@ class ByImportance(MeasuredHeads, Modifier):
     name = "headkv"
     batches = True
     stages = Stages(allocate="by the heads' importance in the profile, over all layers")
-    goes_on = ("attention", "spans", "h2o", "leverage", "expected", "keydiff")
+    goes_on = ("attention", "spans", "keyspans", "h2o", "leverage", "expected", "keydiff")
     refuses = {"adakv": "headkv and {} both decide how much each head keeps"}  # noqa: RUF012
 
     even_share: float = parameter(0.1, "part of the budget shared out evenly", 0.0, 1.0)
     temperature: float = parameter(1.0, "importance is raised to this power", 0.0)
+    peak: float = 0.0
 
     def modify(self, base: Pipeline) -> Pipeline:
         """Replaces the allocator; with these budgets `spans` needs fewer queries."""
-        min_window = ENOUGH_QUERIES if isinstance(base.scorer, Spans) else base.min_window
-        return replace(base, allocator=self, min_window=min_window)
+        ranked = isinstance(base.scorer, HighestRank)
+        peak = PEAK if isinstance(base.scorer, KeySpans) else 0.0
+        min_window = ENOUGH_QUERIES if ranked else base.min_window
+        return replace(base, allocator=replace(self, peak=peak), min_window=min_window)
 
     def bind(self, model: ModelHeads) -> Self:
         """Turns importance into shares of this rank's KV heads, whose mean is 1."""
-        table = importance_of_rank(self.importance, model, self.temperature)
-        num_heads = len(table) * len(table[0])
-        rest = (1 - self.even_share) * num_heads
-        shares = tuple(tuple(self.even_share + rest * value for value in row) for row in table)
-        return replace(self, importance=shares)
+        table = importance_of_rank(self.importance, model, self._power(model))
+        return replace(self, importance=self._shares(table))
+
+    def _shares(self, table: Table) -> Table:
+        """Shares of heads whose importance adds up to 1, as multiples of the mean."""
+        rest = (1 - self.even_share) * len(table) * len(table[0])
+        return tuple(tuple(self.even_share + rest * value for value in row) for row in table)
+
+    def _power(self, model: ModelHeads) -> float:
+        """Power of importance, from `temperature` on, with which a head has its peak.
+
+        It is that of the whole model, on every rank.
+        """
+        kv_heads, query_heads = (
+            each * model.tp_size for each in (model.num_kv_heads, model.num_query_heads)
+        )
+        whole = ModelHeads(model.num_layers_of_model, kv_heads, query_heads, model.block_size)
+        power = self.temperature
+        while power < MAX_POWER:
+            shares = self._shares(importance_of_rank(self.importance, whole, power))
+            if max(map(max, shares)) >= self.peak:
+                break
+            power = min(power + POWER_STEP, MAX_POWER)
+        return power
 
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0

@@ -33,7 +33,7 @@ ENTRY_POINTS = "vllm_kvcompress.policies"
 LISTED_FIRST = (
     *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "attention"),
     *("pyramidkv", "adakv", "headkv", "duoattention", "expected", "rkv", "triattention"),
-    *("spans", "criticalkv", "obcache"),
+    *("spans", "keyspans", "criticalkv", "obcache"),
     *("merging.cam", "merging.d2o", "merging.momentkv", "merging.kvmerger", "merging.asymkv"),
     *("merging.kvslimmer",),
 )

@@ -46,6 +46,7 @@ PROTOCOLS = {
     "rkv": Protocol("decode:128"),
     "triattention": Protocol("decode:128"),
     "spans": _ONCE,
+    "keyspans": _ONCE,
     "d2o": _GENERATING,
     "momentkv": _GENERATING,
     "kvmerger": _GENERATING,

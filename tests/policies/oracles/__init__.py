@@ -7,6 +7,7 @@ list of entries in position order; entries of the full blocks come first, then t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tests.policies.oracles.attention import chunk_means, mass, pooled, value_norms
@@ -88,6 +89,18 @@ def compress(
                 [s * norm(v) for s, v in zip(row, head.values, strict=True)], params["chunk_size"]
             )
             for head, row in zip(heads, scores, strict=True)
+        ]
+    if base == "keyspans":
+        attended = [
+            mass(replace(head, queries=head.queries[-params["near_size"] :])) for head in heads
+        ]
+        has_room = [
+            count * size >= params["min_kept"] * head.size
+            for head, count in zip(heads, counts, strict=True)
+        ]
+        scores = [
+            score if room else row
+            for score, row, room in zip(scores, attended, has_room, strict=True)
         ]
     kept = []
     for head, score, count in zip(heads, scores, counts, strict=True):

@@ -41,7 +41,7 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
         return params["num_sinks"], 0, 0.0
     if base == "momentkv":
         return params["num_sinks"], params["window_size"], 0.0
-    if base == "attention":
+    if base in ("attention", "keyspans"):
         return params["num_sinks"], params["num_recent"], 0.0
     if base == "spans":
         return params["num_sinks"], params["near_size"], 0.0

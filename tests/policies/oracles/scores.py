@@ -30,7 +30,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
             pooled(head, row, params["kernel_size"], params["pooling"])
             for head, row in zip(heads, changes, strict=True)
         ]
-    if base == "spans":
+    if base in ("spans", "keyspans"):
         return [higher_rank(head, params) for head in heads]
     if base == "leverage":
         return [leverage(head, params["keys"]) for head in heads]
@@ -60,19 +60,16 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
 
 
 def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
-    """Highest rank by all observed queries, the last ones pooled, or the key (Spans)."""
+    """Highest rank by all observed queries, the last ones pooled, or the key (spans, keyspans)."""
     last = replace(head, queries=head.queries[-params["near_size"] :])
     near = passages(last, mass(last), params["num_after"], params["num_before"])
     rows = [mass(head, params["stride"]), near]
-    if params["key_score"] == "keydiff":
-        unusual = keydiff(head, "mean_normalized")
+    if "key_weight" in params:
+        unusual, weight = keydiff(head, "mean_normalized"), params["key_weight"]
     else:
-        bare = replace(head, queries=[])
+        bare, weight = replace(head, queries=[]), 1.0
         unusual = pooled(bare, leverage(head, params["keys"]), params["key_kernel_size"], "max")
-    by_key = [
-        head.size - (head.size - rank_of(j, unusual)) / params["key_weight"]
-        for j in range(head.size)
-    ]
+    by_key = [head.size - (head.size - rank_of(j, unusual)) / weight for j in range(head.size)]
     return [max(*(float(rank_of(j, row)) for row in rows), by_key[j]) for j in range(head.size)]
 
 
