@@ -22,8 +22,8 @@ from vllm_kvcompress.policies.snapkv import SnapKV
 from vllm_kvcompress.policies.spans import HighestRank
 
 Scores = list[list[list[float]]]  # by layer, query head and prompt
-PEAK = 10.0
-MAX_POWER, POWER_STEP = 2.0, 0.25
+PEAK = 10.0  # of the mean, for the first head with `keyspans`: a tenth is then its whole prompt
+MAX_POWER, POWER_STEP = 2.0, 0.25  # of importance
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class ByImportance(MeasuredHeads, Modifier):
     Scores are not compared between heads, so any will do.
 
     Attributes:
-        peak: the power rises, up to 2, until the first head of the model has this many times the
-            mean. A head that is to find what nobody has asked for yet must hold the whole prompt:
-            of a tenth, with `keyspans`, 10 times the mean.
+        peak: the power is raised from `temperature` on, to 2 at most, until one KV head of the
+            model gets this many times the mean budget: a head must hold the whole prompt to find
+            what nobody has asked for yet. 0: the power is `temperature`.
         importance: measured, by layer and query head; once bound to a model the shares of the
             rank's KV heads, whose mean is 1.
     """
@@ -79,7 +79,7 @@ class ByImportance(MeasuredHeads, Modifier):
     peak: float = 0.0
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """Replaces the allocator; with these budgets `spans` needs fewer queries."""
+        """Replaces the allocator; policies of three ranks then need fewer queries."""
         ranked = isinstance(base.scorer, HighestRank)
         peak = PEAK if isinstance(base.scorer, KeySpans) else 0.0
         min_window = ENOUGH_QUERIES if ranked else base.min_window
@@ -96,10 +96,7 @@ class ByImportance(MeasuredHeads, Modifier):
         return tuple(tuple(self.even_share + rest * value for value in row) for row in table)
 
     def _power(self, model: ModelHeads) -> float:
-        """Power of importance, from `temperature` on, with which a head has its peak.
-
-        It is that of the whole model, on every rank.
-        """
+        """Power of importance that `peak` takes, by the whole model's heads on every rank."""
         kv_heads, query_heads = (
             each * model.tp_size for each in (model.num_kv_heads, model.num_query_heads)
         )
